@@ -74,7 +74,7 @@ class Application:
         self.problems = RecentProblems()
         self.address = ("", 0)
         self._history = History(lambda: opened.metrics if (opened := lifecycle.opened) is not None else None)
-        self._watch = ConditionWatch(lifecycle, self.problems)
+        self._watch = ConditionWatch(lifecycle)
         self.authorization = Authorization(settings)
         self._tokens: WatchedTokens | None = None
         self._statistics = InferenceStatistics()

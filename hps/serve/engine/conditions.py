@@ -2,19 +2,17 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from hps.ground.threads.workers import THREADS, PeriodicTask
 from hps.serve.engine.lifecycle import Lifecycle
-from hps.serve.logs.problems import Problem, RecentProblems
 from hps.serve.protocol.schemas import ModelStatus
 from hps.statistics.metrics import TIERS
 from hps.statistics.snapshot import ModelStatistics, ServerStatistics
 
 _EVERY_S: Final = 5.0
-_RECENT_S: Final = 600.0  # how long a logged error counts
 _LATE_S: Final = 60.0  # as in the alert HPSUpdatesLate
 
 
@@ -36,8 +34,7 @@ def conditions(
     degraded: str,
     models: Sequence[ModelStatus],
     server: ServerStatistics | None,
-    problems: Sequence[Problem],
-    now_s: float,
+    failures: Mapping[str, str],
 ) -> list[Condition]:
     """Return the conditions of a server, worst first.
 
@@ -46,8 +43,7 @@ def conditions(
         broken: why the process must be restarted; empty otherwise.
         models: models that serve or are to serve.
         server: None while the databases are being opened.
-        problems: latest first.
-        now_s: seconds since 1970.
+        failures: why the last deployment of a model failed, by its name.
     """
     served = () if server is None else server.models
     late = {} if server is None else {name: lag for name, lag in server.updates.items() if lag is not None and lag > _LATE_S}
@@ -58,22 +54,18 @@ def conditions(
         failed = (model for model in models if model.state == "failed")
         found += [Condition("error", "model failed", model.reason or "loading failed", model.name) for model in failed]
     found += [Condition("warning", "degraded", degraded)] if degraded else []
-    found += [condition for model in served for condition in _held(model)]
+    found += [condition for model in served for condition in _trials(model, failures.get(model.name, ""))]
     if late:
         text = ", ".join(f"{name} {lag:.0f} s" for name, lag in sorted(late.items(), key=lambda late: -late[1]))
         found.append(Condition("warning", "updates late", f"behind the log of updates: {text}"))
-    errors = [problem for problem in problems if problem.level != "warning" and problem.time_s > now_s - _RECENT_S]
-    if errors and not found:
-        kinds = f"{len(errors)} kinds of errors were" if len(errors) > 1 else "an error was"
-        found.append(Condition("warning", "errors", f"{kinds} logged in the last ten minutes: {errors[0].text}"))
     return found
 
 
 class ConditionWatch:
     """Finds the conditions of a server, and since when each lasts. *Thread-safe.*"""
 
-    def __init__(self, lifecycle: Lifecycle, problems: RecentProblems, clock: Callable[[], float] = time.time) -> None:
-        self._lifecycle, self._problems, self._clock = lifecycle, problems, clock
+    def __init__(self, lifecycle: Lifecycle, clock: Callable[[], float] = time.time) -> None:
+        self._lifecycle, self._clock = lifecycle, clock
         self._since: dict[tuple[str, str], float] = {}  # by name and model
         self._lock = threading.Lock()
         self._task: PeriodicTask | None = None
@@ -91,15 +83,14 @@ class ConditionWatch:
 
     def find(self, server: ServerStatistics | None) -> list[Condition]:
         """Return the conditions now, worst first. server: current statistics; None while the databases are being opened."""
-        lifecycle, now_s = self._lifecycle, self._clock()
+        lifecycle, live, now_s = self._lifecycle, self._lifecycle.live, self._clock()
         found = conditions(
             not_ready=lifecycle.not_ready_reason,
             broken=THREADS.problem,
             degraded=lifecycle.degraded,
             models=lifecycle.states.models(),
             server=server,
-            problems=self._problems.entries(),
-            now_s=now_s,
+            failures={name: failure.cause for name in list(live.serving) if (failure := live.failure(name)) is not None},
         )
         with self._lock:
             self._since = {key: self._since.get(key, now_s) for key in ((entry.name, entry.model) for entry in found)}
@@ -114,9 +105,13 @@ def _unread(model: ModelStatistics) -> Iterator[Condition]:
         yield Condition("error", "lookups fail", text, model.name)
 
 
-def _held(model: ModelStatistics) -> Iterator[Condition]:
+def _trials(model: ModelStatistics, failure: str) -> Iterator[Condition]:
+    """Yield a condition for each held version, or else for a failed deployment."""
     held = {version for version, state in model.versions if state == "held"}
     for checks in model.checks:
         if checks.version in held:
             causes = "; ".join(map(str, checks.failed))
             yield Condition("warning", "version held", f"version {checks.version} is held by its checks: {causes}", model.name)
+    if failure and not held:
+        text = f"version {model.version} serves on; the last deployment failed: {failure}"
+        yield Condition("warning", "deploy failed", text, model.name)

@@ -26,7 +26,7 @@ export const offered = () => administration === "loopback" ? LOCAL.includes(loca
 export function button(act, model, text, version = "") {
   if (!offered()) return null;
   const made = h("button", { type: "button" }, text);
-  Object.assign(made.dataset, { act, model, version });
+  Object.assign(made.dataset, { act, of: model, version });
   return made;
 }
 
@@ -50,7 +50,8 @@ const ACTIONS = {
     ({ version }, fleet) => (fleet ? ["fleet", { change: "deploy", ...version && { version } }] : ["deploy", version ? { version } : {}])],
   rollback: ["Roll back", "The previous version serves, and the model is pinned to it.", () => [],
     (_, fleet) => (fleet ? ["fleet", { change: "rollback" }] : ["rollback", {}])],
-  accept: ["Accept", "It serves, although its checks hold it.", () => [], (_, __, version) => ["deploy", { version, accept: true }]],
+  accept: ["Accept", "It serves, although its checks hold it, and the model is pinned to it.", () => [],
+    (_, fleet, version) => ["deploy", fleet ? { accept: true } : { version, accept: true }]],
   unpin: ["Unpin", "The newest version that the model's policy selects serves.", () => [], (_, fleet) => (fleet ? ["fleet", { change: "unpin" }] : ["unpin", {}])],
   canary: ["Start", "The version is loaded beside the serving one, and answers a share of the requests.", canary,
     ({ mode, version, share, steps }, _, held) => ["deploy", { [mode]: percentage(share), ...version && { version }, ...steps && { steps: parsed(steps) }, ...held && version === held && { accept: true } }]],
@@ -73,7 +74,7 @@ function parsed(steps) {
 }
 
 // Show the dialog of an action. fleet: whether the model's replicas follow a serving document.
-export function ask({ act, model, version }, fleet) {
+export function ask({ act, of: model, version }, fleet) {
   const [verb, text, fields] = ACTIONS[act];
   const what = { canary: "a trial of" }[act] ?? "";
   const title = [verb, what, act !== "canary" && version && `version ${version} of`, model].filter(Boolean).join(" ");

@@ -186,7 +186,7 @@ function models(answer, before, seconds) {
     if (model) {
       const others = model.versions.filter(([version]) => version !== model.version).map(([version, is]) => `version ${version} ${is}`);
       card.append(h("p.soft", {}, [`version ${model.version} for ${time(Date.now() / 1000 - model.since)}`, ...others, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`].join(" · ")));
-      if (model.pinned) card.append(h("p.fair.pinned", {}, model.pinned));
+      if (chosen(model)) card.append(h("p.fair.pinned", {}, model.pinned));
       for (const checks of model.checks ?? []) if (checks.version === model.version) card.append(h("p.soft", {}, `checks: ${checked(checks, answer.time_s)}`));
       const todo = advice(model, same, seconds);
       if (todo.length) card.append(h("ul.advice.fair", {}, ...todo.map((text) => h("li", {}, text))));
@@ -194,17 +194,20 @@ function models(answer, before, seconds) {
     }
     const kept = model?.versions.some(([, is]) => is === "kept"), running = model?.rollout?.state === "running";
     const made = [button("deploy", status.name, "Deploy…"), model ? button("rollback", status.name, kept ? "Roll back…" : "Roll back a version…") : null,
-      model?.pinned ? button("unpin", status.name, "Unpin…") : null, model && !running ? button("canary", status.name, "Start a canary…") : null].filter(Boolean);
+      model && chosen(model) ? button("unpin", status.name, "Unpin…") : null, model && !running ? button("canary", status.name, "Start a canary…") : null].filter(Boolean);
     if (made.length) card.append(h("div.buttons", {}, ...made));
     return card;
   });
 }
 
+// Whether a pin or the fleet's document chose the version; `pinned` also describes held versions.
+const chosen = (model) => model.fleet || model.pinned.startsWith("pinned");
+
 // What a closed card tells besides its state.
 function chips(model) {
   const found = Object.keys(unread(model)).map((tier) => ["fair", `${TIERS[tier]} not read`]);
   found.push(...model.versions.filter(([, is]) => is === "held").map(([version]) => ["fair", `${version} held`]));
-  if (model.pinned) found.push(["fair", "pinned"]);
+  if (chosen(model)) found.push(["fair", model.fleet ? "fleet" : "pinned"]);
   if (model.shard) found.push(["shard", `share ${model.shard}`]);
   if (model.rollout?.state === "running") found.push(["now", `${model.rollout.mode} ${portion(model.rollout.share)}`]);
   return found.map(([kind, text]) => h(`span.chip.${kind}`, {}, text));
@@ -387,7 +390,7 @@ document.addEventListener("toggle", (event) => { // does not bubble
 }, true);
 document.addEventListener("click", (event) => {
   const pressed = event.target.closest("[data-act]");
-  if (pressed) ask(pressed.dataset, modelIn(samples.at(-1).answer, pressed.dataset.model)?.fleet ?? false);
+  if (pressed) ask(pressed.dataset, modelIn(samples.at(-1).answer, pressed.dataset.of)?.fleet ?? false);
 });
 for (const section of document.querySelectorAll("details.section")) section.open = innerWidth >= PHONE_PX;
 $("find").addEventListener("submit", find);

@@ -81,4 +81,4 @@ def picture(page: Page, name: str) -> None:
     shot = page.screenshot(full_page=True)
     if folder := os.environ.get("HPS_PICTURES"):
         with Image.open(io.BytesIO(shot)) as image:
-            image.convert("RGB").quantize(64).save(Path(folder) / f"{name}.png", optimize=True)
+            image.convert("RGB").quantize(128).save(Path(folder) / f"{name}.png", optimize=True)

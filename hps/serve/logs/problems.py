@@ -14,6 +14,7 @@ _MOST_OTHERS: Final = 3
 _QUOTED: Final = re.compile(r"""(?<!\w)(?:'[^']*'|"[^"]*")(?!\w)""")
 _WORD: Final = re.compile(r"[^\s,;()\[\]]+")
 _VARIES: Final = re.compile(r"\d|\w[.@/:=]\w|/\w|…")
+_LIST: Final = re.compile(r"…(?:, ?…)+")  # also the groups of digits of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Problem:
 
 
 def kind_of(text: str) -> str:
-    """Return the kind of a problem's text: without numbers, quoted strings, host names, paths and names with a dot."""
-    return _WORD.sub(lambda word: "…" if _VARIES.search(word[0]) else word[0], _QUOTED.sub("…", text))
+    """Return the kind of a problem's text: without numbers, quoted strings, host names, paths, names with a dot, and lists of them."""
+    return _LIST.sub("…", _WORD.sub(lambda word: "…" if _VARIES.search(word[0]) else word[0], _QUOTED.sub("…", text)))
 
 
 @dataclass(slots=True)

@@ -68,13 +68,13 @@ function sides(it) {
   const [old, fresh] = [it.serving, it.version].map((version) => it.versions.find((side) => side.version === version) ?? {});
   const { bounds = {} } = it, ms = (value) => (value === null || value === undefined ? "–" : time(value / 1000));
   const rows = [
-    ["requests", count(old.requests), count(fresh.requests), bounds.least_requests ? `from ${count(bounds.least_requests)}` : "", false],
-    ["errors", percent(old.error_rate), percent(fresh.error_rate), bounds.error_rate == null ? "" : `+${portion(bounds.error_rate)}`, fresh.error_rate > old.error_rate + bounds.error_rate],
+    ["requests", count(old.requests), count(fresh.requests), bounds.least_requests ? `≥ ${count(bounds.least_requests)}` : "", false],
+    ["errors", percent(old.error_rate), percent(fresh.error_rate), bounds.error_rate == null ? "" : `≤ +${portion(bounds.error_rate)}`, fresh.error_rate > old.error_rate + bounds.error_rate],
     ["p50", ms(old.p50_ms), ms(fresh.p50_ms), "", false],
-    ["p99", ms(old.p99_ms), ms(fresh.p99_ms), bounds.p99_factor == null ? "" : `× ${bounds.p99_factor}`, bounds.p99_factor && fresh.p99_ms > bounds.p99_factor * old.p99_ms],
+    ["p99", ms(old.p99_ms), ms(fresh.p99_ms), bounds.p99_factor == null ? "" : `≤ × ${bounds.p99_factor}`, bounds.p99_factor && fresh.p99_ms > bounds.p99_factor * old.p99_ms],
   ];
   if (it.compared?.difference != null) {
-    rows.push(["difference", "", it.compared.difference.toPrecision(2), bounds.difference == null ? "" : `${bounds.difference}`, bounds.difference != null && it.compared.difference > bounds.difference]);
+    rows.push(["difference", "", it.compared.difference.toPrecision(2), bounds.difference == null ? "" : `≤ ${bounds.difference}`, bounds.difference != null && it.compared.difference > bounds.difference]);
   }
   return table("Figures by version", ["", `version ${it.serving}`, `version ${it.version}`, "bound"], rows.map(([name, was, is, bound, broken]) =>
     h("tr", {}, h("th", { scope: "row" }, name), cell(was), cell(is, broken ? "bad" : ""), cell(bound))));

@@ -228,7 +228,7 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
         expect(card.locator("[aria-current=step]")).to_have_text("25 %")
         expect(card).to_contain_text("step 2 of 3, 7 min 46 s left; 7 min 46 s until 100 %; sides by the header x-user-id")
         rows = card.locator("tbody tr")
-        expect(rows.nth(3)).to_have_text("p991.10 ms1.16 ms× 2")
+        expect(rows.nth(3)).to_have_text("p991.10 ms1.16 ms≤ × 2")
         expect(card.locator("td.bad")).to_have_count(0)
         assert tab.evaluate("document.documentElement.scrollWidth") == width
         picture(tab, f"page-canary{'' if width > 390 else '-phone'}")

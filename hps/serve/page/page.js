@@ -193,7 +193,7 @@ function models(answer, before, seconds) {
       card.append(...stages(model, same), tables(model, same, seconds));
     }
     const kept = model?.versions.some(([, is]) => is === "kept"), running = model?.rollout?.state === "running";
-    const made = [button("deploy", status.name, "Deploy…"), model ? button("rollback", status.name, kept ? "Roll back…" : "Roll back a version…") : null,
+    const made = [button("deploy", status.name, "Deploy…"), model && !running ? button("rollback", status.name, kept ? "Roll back…" : "Roll back a version…") : null,
       model && chosen(model) ? button("unpin", status.name, "Unpin…") : null, model && !running ? button("canary", status.name, "Start a canary…") : null].filter(Boolean);
     if (made.length) card.append(h("div.buttons", {}, ...made));
     return card;

@@ -12,9 +12,9 @@ export function h(name, properties = {}, ...children) {
 
 export const cell = (text, kind) => h(kind ? `td.${kind}` : "td", {}, text);
 
-// A table that scrolls within itself; `name` is for screen readers.
+// A table that scrolls within itself; `name` is for screen readers. A head above cells of text is on their side.
 export const table = (name, heads, rows) => h("div.scroll", { tabIndex: 0, role: "region", ariaLabel: name }, h("table", {},
-  h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, ...rows)));
+  h("thead", {}, h("tr", {}, ...heads.map((text, i) => h(rows[0]?.children[i]?.classList.contains("text") ? "th.text" : "th", { scope: "col" }, text)))), h("tbody", {}, ...rows)));
 
 // Give an element these children by changing the present ones, so that scrolling, selections and open details survive.
 export function show(parent, ...children) {

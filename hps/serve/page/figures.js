@@ -136,6 +136,8 @@ export function time(s) {
   return s < 7200 ? `${(s / 60).toFixed(0)} min` : s < 172800 ? `${(s / 3600).toFixed(0)} h` : `${(s / 86400).toFixed(0)} d`;
 }
 
+export const ago = (s) => (s < 2 ? "just now" : `${time(Math.round(s))} ago`);
+
 // A time left, to the second.
 export function clock(s) {
   const whole = Math.ceil(s), parts = [[Math.floor(whole / 3600), "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];

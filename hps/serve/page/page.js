@@ -2,7 +2,7 @@
 
 import { ask, button, follow } from "./actions.js";
 import { $, Refused, cell, h, hasToken, request, show, table, wantToken } from "./dom.js";
-import { TIERS, advice, bytes, count, modelIn, overview, percent, portion, quantile, spans, tableFigures, time, unread } from "./figures.js";
+import { TIERS, advice, ago, bytes, count, modelIn, overview, percent, portion, quantile, spans, tableFigures, time, unread } from "./figures.js";
 import { checked, trials } from "./versions.js";
 
 const PERIOD_MS = 1000, WINDOW_S = 10, HISTORY_S = 300, ANSWER_MS = 5000, PAST_EVERY_S = 15;
@@ -307,8 +307,8 @@ function http(answer, before, seconds) {
 function problems(answer) {
   if (!answer.problems.length) return h("p.soft", {}, "None since the start.");
   const entries = answer.problems.map((problem) => {
-    const old = answer.time_s - problem.time_s, ago = old < 2 ? "just now" : `${time(Math.round(old))} ago`;
-    const when = problem.count > 1 ? `${count(problem.count)} times, last ${ago}, first at ${clockTime(problem.first_s)}` : `once, ${ago}, at ${clockTime(problem.time_s)}`;
+    const last = ago(answer.time_s - problem.time_s);
+    const when = problem.count > 1 ? `${count(problem.count)} times, last ${last}, first at ${clockTime(problem.first_s)}` : `once, ${last}, at ${clockTime(problem.time_s)}`;
     return h("li.problem", {}, h("p.head", {}, h(`b.${problem.level === "warning" ? "fair" : "bad"}`, {}, problem.level), h("span.soft", {}, when)), h("p", {}, problem.text),
       problem.others.length ? h("details", {}, h("summary.soft", {}, problem.others.length > 1 ? `${problem.others.length} other texts` : "another text"), ...problem.others.map((text) => h("p.soft", {}, text))) : null);
   });
@@ -319,7 +319,7 @@ function problems(answer) {
 function changes(answer) {
   if (!answer.changes.length) return h("p.soft", {}, "None was requested since the start.");
   return h("div.card", {}, table("Changes of models", ["when", "change", "by", "outcome"], answer.changes.map((change) => h("tr", {},
-    cell(new Date(change.since).toLocaleString("en-GB")), cell(change.what, "text"), cell(change.by, "text"),
+    cell(new Date(change.since).toLocaleString("sv-SE")), cell(change.what, "text"), cell(change.by, "text"),
     h(`td.text${change.error ? ".bad" : ""}`, {}, change.status === undefined ? "under way" : change.error ?? `done after ${change.seconds.toFixed(1)} s`)))));
 }
 

@@ -2,7 +2,7 @@
 
 import { button } from "./actions.js";
 import { cell, h, table } from "./dom.js";
-import { clock, count, percent, portion, time } from "./figures.js";
+import { ago, clock, count, percent, portion, time } from "./figures.js";
 
 const RECENT_S = 3600;
 
@@ -22,7 +22,7 @@ const buttons = (...made) => (made.some(Boolean) ? h("div.buttons", {}, ...made)
 // -- checks ---------------------------------------------------------------------------------------------------------------
 
 // The results of the checks of a version in a line.
-export const checked = (checks, now) => `${checks.verdict}${checks.against ? ` beside version ${checks.against}` : ""}, ${time(now - checks.at)} ago: `
+export const checked = (checks, now) => `${checks.verdict}${checks.against ? ` beside version ${checks.against}` : ""}, ${ago(now - checks.at)}: `
   + [[checks.failed.length, "failed"], [checks.passed, "passed"], [checks.skipped, "skipped"]].filter(([n]) => n).map(([n, what]) => `${n} ${what}`).join(", ");
 
 function held(model, now) {
@@ -30,7 +30,7 @@ function held(model, now) {
   const running = model.rollout?.state === "running" ? model.rollout.version : "";
   return (model.checks ?? []).filter((checks) => versions.has(checks.version) && checks.version !== running).map((checks) => card(model, "fair", `version ${checks.version} held`,
     `${checked(checks, now).replace(/^held /, "")}. It answers only requests that name it.`,
-    table("Failed checks", ["check", "table", "found"], checks.failed.map((found) => h("tr", {}, cell(found.check), cell(found.table || "network", "text"), cell(found.text, "text")))),
+    table("Failed checks", ["failed check", "found"], checks.failed.map((found) => h("tr", {}, cell(found.table ? `${found.check} of ${found.table}` : found.check), cell(found.text, "text")))),
     buttons(button("accept", model.name, `Accept ${checks.version}…`, checks.version), button("canary", model.name, "Start a canary…", checks.version))));
 }
 
@@ -42,7 +42,7 @@ function rollouts(model, now) {
   const ended = Date.parse(it.since) / 1000 + it.seconds, running = it.state === "running";
   if (!running && now - ended > RECENT_S) return [];
   const kind = running ? "now" : it.state === "promoted" ? "good" : it.state === "rolled back" ? "bad" : "fair";
-  const about = `version ${it.version} beside ${it.serving}, ${running ? `for ${time(it.seconds)}` : `${time(now - ended)} ago, by ${it.by || "itself"}`}`;
+  const about = `version ${it.version} beside ${it.serving}, ${running ? `for ${time(it.seconds)}` : `${ago(now - ended)}, by ${it.by || "itself"}`}`;
   const state = running ? `${it.mode} ${portion(it.share)}` : `${it.mode} ${it.state}`;
   return [card(model, kind, state, about, running ? null : it.reason ? h("p.bad.reason", {}, it.reason) : null,
     running ? progress(it) : null, sides(it), compared(it),

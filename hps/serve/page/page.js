@@ -163,7 +163,7 @@ function tiles(figures) {
 // -- sections -------------------------------------------------------------------------------------------------------------
 
 function condition(found, now) {
-  const since = `since ${clockTime(found.since_s)}, ${time(Math.max(0, now - found.since_s))}`;
+  const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${found.level === "warning" ? "; answers are right" : ""}`;
   return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.model ? `${found.model}: ${found.name}` : found.name), h("span.soft", {}, since)), h("p", {}, found.text));
 }
 

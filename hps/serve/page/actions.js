@@ -43,21 +43,27 @@ const canary = (version) => [
   field("share", "Share of requests, %", { value: "5", inputMode: "decimal", required: true }),
   field("steps", "Steps", { placeholder: "5%:10m,25%:10m,100%" }),
 ];
-// By action: the words for its button, what it will do, its fields, and its request.
+const number = (version) => [field("version", "Version", { value: version, placeholder: "the newest", inputMode: "numeric" })];
+const none = () => [];
+// By action: the words for its button, what it will do, its fields, and the change with its body.
 const ACTIONS = {
-  deploy: ["Deploy", "The version is loaded beside the serving one and checked, and then it takes over.",
-    (version) => [field("version", "Version", { value: version, placeholder: "the newest", inputMode: "numeric" })],
-    ({ version }, fleet) => (fleet ? ["fleet", { change: "deploy", ...version && { version } }] : ["deploy", version ? { version } : {}])],
-  rollback: ["Roll back", "The previous version serves, and the model is pinned to it.", () => [],
-    (_, fleet) => (fleet ? ["fleet", { change: "rollback" }] : ["rollback", {}])],
-  accept: ["Accept", "It serves, although its checks hold it, and the model is pinned to it.", () => [],
-    (_, fleet, version) => ["deploy", fleet ? { accept: true } : { version, accept: true }]],
-  unpin: ["Unpin", "The newest version that the model's policy selects serves.", () => [], (_, fleet) => (fleet ? ["fleet", { change: "unpin" }] : ["unpin", {}])],
+  deploy: ["Deploy", "The version is loaded beside the serving one and checked, and then it takes over.", number,
+    ({ version }) => ["deploy", { ...version && { version } }]],
+  rollback: ["Roll back", "The previous version serves, and the model is pinned to it.", none, () => ["rollback", {}]],
+  accept: ["Accept", "It serves, although its checks hold it, and the model is pinned to it.", none, (_, version) => ["accept", { version, accept: true }]],
+  unpin: ["Unpin", "The newest version that the model's policy selects serves.", none, () => ["unpin", {}]],
   canary: ["Start", "The version is loaded beside the serving one, and answers a share of the requests.", canary,
-    ({ mode, version, share, steps }, _, held) => ["deploy", { [mode]: percentage(share), ...version && { version }, ...steps && { steps: parsed(steps) }, ...held && version === held && { accept: true } }]],
-  promote: ["Promote", "It answers all requests.", () => [], () => ["promote", {}]],
-  stop: ["Stop", "It is taken out. The serving version answers all requests.", () => [], () => ["rollback", {}]],
+    ({ mode, version, share, steps }, held) => ["canary", { [mode]: percentage(share), ...version && { version }, ...steps && { steps: parsed(steps) }, ...held && version === held && { accept: true } }]],
+  promote: ["Promote", "It answers all requests.", none, () => ["promote", {}]],
+  promoteHeld: ["Promote", "It answers all requests, although its checks hold it.", none, () => ["promote", { accept: true }]],
+  stop: ["Stop", "It is taken out. The serving version answers all requests.", none, () => ["rollback", {}]],
 };
+
+// The route of a change and its body: replicas of a fleet change together, except that each reads what was accepted.
+function routed(change, body, fleet) {
+  if (change === "accept") return ["deploy", fleet ? { accept: true } : body];
+  return fleet ? ["fleet", { change, ...body }] : [change === "canary" ? "deploy" : change, body];
+}
 
 function percentage(text) {
   const share = Number(text.replace("%", "")) / 100;
@@ -113,7 +119,7 @@ async function go(event) {
   error("");
   try {
     const values = Object.fromEntries([...new FormData($("act-form"))].map(([name, value]) => [name, value.trim()]));
-    const [route, body] = ACTIONS[act][3](values, fleet, version);
+    const [route, body] = routed(...ACTIONS[act][3](values, version), fleet);
     const answer = await send(`v1/models/${encodeURIComponent(model)}/${route}${route === "fleet" ? "" : "?wait=false"}`, body, token, AbortSignal.timeout(ANSWER_MS));
     $("act").close();
     if (answer.number !== undefined && route !== "fleet") {

@@ -41,12 +41,14 @@ function rollouts(model, now) {
   if (!it) return [];
   const ended = Date.parse(it.since) / 1000 + it.seconds, running = it.state === "running";
   if (!running && now - ended > RECENT_S) return [];
+  const isHeld = model.versions.some(([version, state]) => version === it.version && state === "held");
   const kind = running ? "now" : it.state === "promoted" ? "good" : it.state === "rolled back" ? "bad" : "fair";
   const about = `version ${it.version} beside ${it.serving}, ${running ? `for ${time(it.seconds)}` : `${ago(now - ended)}, by ${it.by || "itself"}`}`;
   const state = running ? `${it.mode} ${portion(it.share)}` : `${it.mode} ${it.state}`;
   return [card(model, kind, state, about, running ? null : it.reason ? h("p.bad.reason", {}, it.reason) : null,
     running ? progress(it) : null, sides(it), compared(it),
-    running ? buttons(button("promote", model.name, `Promote ${it.version}…`, it.version), button("stop", model.name, `Stop ${it.version}…`, it.version)) : null)];
+    running && isHeld ? h("p.fair", {}, `The checks of version ${it.version} hold it; to promote it is to accept it.`) : null,
+    running ? buttons(button(isHeld ? "promoteHeld" : "promote", model.name, `Promote ${it.version}…`, it.version), button("stop", model.name, `Stop ${it.version}…`, it.version)) : null)];
 }
 
 // The steps as a line of segments, and the time that is left.

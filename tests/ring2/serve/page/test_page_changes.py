@@ -198,7 +198,9 @@ ROLLOUT: dict[str, Any] = {
 BROKEN = "error rate of version 8 is 100.0 % (53 of 53 requests in 5 s), that of 7 is 0.0 %; allowed: 1.0 % more"
 
 
-def rollout(body: dict[str, Any], **more: Any) -> None:
+def rollout(body: dict[str, Any], others: list[list[str]], **more: Any) -> None:
+    body["server"]["models"][0]["versions"] += others
+    body["server"]["models"][0]["fleet"] = more.pop("fleet", False)
     since = datetime.fromtimestamp(body["time_s"] - ROLLOUT["seconds"], UTC).isoformat(timespec="milliseconds")
     body["server"]["models"][0]["rollout"] = {**ROLLOUT, "since": since, **more}
 
@@ -207,6 +209,7 @@ def rollout(body: dict[str, Any], **more: Any) -> None:
 def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningService, width: int) -> None:
     sent: list[tuple[str, Any]] = []
     more: dict[str, Any] = {}
+    held: list[list[str]] = []
 
     def take(route: Route) -> None:
         sent.append((route.request.url.removeprefix(f"{service.url}/v1/models/shop/"), route.request.post_data_json))
@@ -220,7 +223,7 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
         expect(tab.locator("#act")).to_be_hidden()
 
     with opened(chromium, viewport={"width": width, "height": 844}) as tab:
-        doctored(tab, lambda body, number: rollout(body, **more))
+        doctored(tab, lambda body, number: rollout(body, held, **more))
         tab.route("**/v1/models/shop/**", take)
         tab.goto(service.url)
         card, actions = tab.locator("[data-trial=shop]"), tab.locator("[data-trial=shop] [data-act]")
@@ -237,6 +240,9 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
             change(button)
         more["versions"] = [ROLLOUT["versions"][0], {**ROLLOUT["versions"][1], "p99_ms": 2.3, "error_rate": 0.5}]
         expect(card.locator("td.bad")).to_have_text(["50.0 %", "2.30 ms"])
+        held[:] = [["8", "held"]]
+        expect(card).to_contain_text("The checks of version 8 hold it")
+        change(actions.first)
         more |= {"state": "rolled back", "share": 0.0, "by": "itself", "reason": BROKEN}
         expect(card.locator(".chip")).to_have_text("canary rolled back")
         expect(card.locator(".reason")).to_have_text(BROKEN)
@@ -247,9 +253,16 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
             tab.fill(f"#act-fields [name={name}]", text)
         tab.click("#act-do")
         expect(tab.locator("#act")).to_be_hidden()
+        more["fleet"] = True  # from here on for all replicas
+        expect(tab.locator("[data-model=shop] .chip", has_text="fleet")).to_be_visible()
+        change(tab.locator("[data-model=shop] [data-act=rollback]"))
+        change(tab.locator("[data-model=shop] [data-act=canary]"))
     steps = [{"share": 0.05, "seconds": 600}, {"share": 0.25, "seconds": 90}, {"share": 1}]
     assert sent == [
         ("promote?wait=false", {}),
         ("rollback?wait=false", {}),
+        ("promote?wait=false", {"accept": True}),
         ("deploy?wait=false", {"shadow": 0.025, "version": "9", "steps": steps}),
+        ("fleet", {"change": "rollback"}),
+        ("fleet", {"change": "canary", "canary": 0.05}),
     ]

@@ -22,8 +22,17 @@ from hps.ground.threads.workers import call_in_thread
 from hps.ground.version import __version__
 from hps.statistics.metrics import TIERS, Metrics, TableCounters
 from hps.statistics.prometheus import Family, family, label_text, server_families
-from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
+from hps.statistics.snapshot import (
+    DeviceStatistics,
+    FailedCheck,
+    ModelStatistics,
+    ServerStatistics,
+    TableStatistics,
+    TierStatistics,
+    VersionChecks,
+)
 from hps.stores.base import UNBOUNDED_ROWS, Database, TableStats
+from hps.versions.checks.report import CheckReport
 from hps.versions.deployment import Deployment
 from hps.versions.fleet import FleetStatus
 from hps.versions.live_models import LiveModels, shown_state
@@ -198,10 +207,11 @@ class StatisticsCollector:
         name = deployment.config.model
         counted, lookups, stages = self._metrics.counted(name, [table.table_name for table in deployment.tables])
         workspaces = [session.workspaces for session in dict.fromkeys(deployment.sessions.values())]
+        versions = self._live.versions(name)
         return ModelStatistics(
             name=name,
             version=deployment.version,
-            versions=tuple((deployed.version, shown_state(deployed, state)) for deployed, state in self._live.versions(name)),
+            versions=tuple((deployed.version, shown_state(deployed, state)) for deployed, state in versions),
             since=deployment.since,
             lookups=lookups,
             stages=stages,
@@ -211,6 +221,8 @@ class StatisticsCollector:
             pinned=self._chosen_by(name, deployment.version),
             shard=str(deployment.config.share or ""),
             rollout=self._rollout(name),
+            checks=tuple(_checks(deployed.checks) for deployed, _ in versions if deployed.checks is not None),
+            fleet=self._fleet(name) is not None,
         )
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:
@@ -328,3 +340,17 @@ def _pinned_bytes(deployment: Deployment, session: Session) -> int:
             if path == "link" and (host := deployment.chain.host_table(table)):
                 total += host.pinned_bytes
     return total
+
+
+def _checks(report: CheckReport) -> VersionChecks:
+    outcomes = [found.outcome for found in report.checks]
+    return VersionChecks(
+        version=report.version,
+        verdict=report.verdict,
+        against=report.against,
+        at=report.at,
+        seconds=report.seconds,
+        passed=outcomes.count("passed"),
+        skipped=outcomes.count("skipped"),
+        failed=tuple(FailedCheck(found.check, found.table, found.policy, found.text) for found in report.failed),
+    )

@@ -50,13 +50,13 @@ def admin_routes(lifecycle: Lifecycle, threads: CallThreads, responses: dict[int
         change = await change_model(server.live, name, doing, request.scope, partial(call, server), detail=detail, wait=wait)
         if change.under_way:
             response.status_code = 202
-        return _answer(change, lifecycle.degraded)
+        return change_status(change, lifecycle.degraded)
 
     @router.get("/models", responses={status: responses[status] for status in (401, 503)}, response_model_exclude_none=True)
     async def list_models() -> schemas.ModelList:
         """List all models and versions, their sizes in each tier, and their changes."""
         models, degraded = await threads.run(_models, lifecycle), lifecycle.degraded
-        changes = [_answer(change, degraded) for change in lifecycle.live.requested.values()]
+        changes = [change_status(change, degraded) for change in lifecycle.live.requested.values()]
         return schemas.ModelList(models=models, changes=changes)
 
     @router.get("/updates", responses={status: responses[status] for status in (401, 503)})
@@ -212,7 +212,7 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def _answer(change: Change, degraded: str) -> schemas.ChangeAnswer:
+def change_status(change: Change, degraded: str) -> schemas.ChangeAnswer:
     under_way = change.under_way
     loading = next((table for table in list(change.tables.values()) if table.load and table.state == "loading"), None)
     return schemas.ChangeAnswer(

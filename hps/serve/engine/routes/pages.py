@@ -3,6 +3,6 @@
 from typing import Final
 
 PAGES: Final = {"/": "index.html", "/docs": "api.html"}
-PARTS: Final = ("page.css", "dom.js", "figures.js", "page.js", "api.js")
+PARTS: Final = ("page.css", "dom.js", "figures.js", "actions.js", "versions.js", "page.js", "api.js")
 OPEN_PATHS: Final = frozenset({*PAGES, *(f"/page/{name}" for name in PARTS)})
 """Paths without a token: static files, the same for every server. Their data come from routes that need it."""

@@ -106,7 +106,7 @@ class Reconciler:
         known = name in self._catalog.names
         if pin and not (accept and self._wanted_by_fleet(name, version)):
             self._refuse_in_fleet(name, "deploying")
-        counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
+        counted = self._metrics.changing("deploy", done=name, failed=name if known else "", held=lambda: bool(change.held))
         with self._live.changing(name, "deploying", progress) as change, counted:
             before = None if entry is None else self._catalog.add(entry)
             keeps_entry = False

@@ -14,9 +14,13 @@ PAGE: Final = ROOT / "docs" / "runbooks.md"
 _TIMEOUT_S = 120
 
 
+def _parts() -> list[str]:
+    return re.split(r"^## (.+)\n", PAGE.read_text(), flags=re.MULTILINE)
+
+
 def sections() -> dict[str, str]:
     """Return the text of each runbook, by its heading."""
-    parts = re.split(r"^## (.+)\n", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    _, *parts = _parts()
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
@@ -37,12 +41,16 @@ class Runbook:
         commands = {name: _commands(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
         self.left = {name: command for name, command in commands.items() if command}
         self._over = self.left.pop("Over")
+        self._functions = "".join(f"{line}\n" for line in _commands(_parts()[0]).splitlines() if "() {" in line)
         directory.mkdir()
         program = directory / "hps"  # the one of this tree
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m hps "$@"\n')
         program.chmod(0o755)
         path = f"{directory}:{os.environ['PATH']}"
         self._environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        self.set(HPS_ADMIN_TOKEN="", **variables)
+
+    def set(self, **variables: object) -> None:
         self._environment |= {name: str(value) for name, value in variables.items()}
 
     def follow(self, step: str) -> str:
@@ -56,7 +64,7 @@ class Runbook:
         return self._run(self._over).returncode == 0
 
     def _run(self, commands: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "-euo", "pipefail", "-c", commands]
+        command = ["bash", "-euo", "pipefail", "-c", self._functions + commands]
         return subprocess.run(
             command,
             env=self._environment,

@@ -406,6 +406,7 @@ class Frontend:
             "http": self.metrics.figures(),
             "inference": inference,
             "cpu_ns": time.process_time_ns(),
+            "certificate_ends_s": int((self.tls and self.tls.expires_at) or 0),
             "connections": len(self.connections.order),
             "pending": len(self.exchange.pending),
             "held_bytes": self.memory.used + self.memory.kept + self.exchange.slots.used,

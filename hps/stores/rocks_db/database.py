@@ -47,6 +47,7 @@ from hps.ground.threads.open_calls import OpenCalls
 from hps.stores.base import (
     LOAD_ADVICE,
     DatabaseReport,
+    DiskSpace,
     LoadRecord,
     LogPosition,
     OrderedWrites,
@@ -494,6 +495,9 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             Need("ram", "RocksDB's write buffers", WRITE_BUFFERS_BYTES, temporary=True),
         ]
 
+    def disk_space(self) -> DiskSpace:
+        return DiskSpace.of(self.path)
+
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
         if self.read_only:
             return
@@ -511,7 +515,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         check_fits(
             f"making room for tables in {self.path}",
             needs,
-            shutil.disk_usage(self.path).free,
+            self.disk_space().free_bytes,
             "on its file system",
             "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume",
         )

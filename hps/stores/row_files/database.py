@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from hps.stores.base import (
     AdoptsRowFiles,
     DatabaseReport,
     DeviceReadable,
+    DiskSpace,
     LoadRecord,
     LogPosition,
     MergesRows,
@@ -364,6 +364,9 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
         ]
         return [*needs, *RocksDatabase.room_for(config, [])]
 
+    def disk_space(self) -> DiskSpace:
+        return DiskSpace.of(self.path)
+
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
         if self.read_only:
             return
@@ -376,7 +379,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
         check_fits(
             f"making room for tables in {self.path}",
             needs,
-            shutil.disk_usage(self.path).free,
+            self.disk_space().free_bytes,
             "on its file system",
             "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume "
             "(persistent_db.path; for a repository --state of `hps serve`)",

@@ -235,6 +235,10 @@ class Reconciler:
             self._refuse_in_fleet(name, "undeploying a version of")
         counted = self._metrics.changing("undeploy", done="" if version is None else name, failed=name)
         with self._live.changing(name, "undeploying"), counted:
+            kept = [deployment for deployment in self._live.kept(name) if deployment.version == version]
+            if kept:
+                self._live.drop_kept(name, kept)  # with its rows, which nothing but a roll-back would read
+                return
             for deployment in self._live.withdraw(name, version):
                 self._live.retire(name, deployment, "release")
             if version is not None and (pin := self._catalog.pins.known(name)) is not None and pin.version == version:

@@ -95,6 +95,8 @@ class Timeline:
         for series, value in end.values.items():
             if self._left_out and series.startswith(self._left_out):
                 continue
+            if "_timestamp_seconds{" in series:  # minutes begin at 0
+                value += 60 * self._minutes - time.time()
             key, step = (instance, series), 0.0
             if series in end.growing:
                 step = (value - begin.values.get(series, 0.0)) * 60 / (end.moment - begin.moment)

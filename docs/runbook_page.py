@@ -1,6 +1,7 @@
 """Writes hps/serve/page/runbooks.html, which servers show at `/runbooks`, from the pages for those on call: `make docs`."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -33,7 +34,7 @@ def page() -> str:
     parser, parts = MarkdownIt("commonmark").enable("table"), [_HEAD]
     for name in PAGES:
         tokens = parser.parse((_ROOT / "docs" / name).read_text())
-        for token, inner in zip(tokens, tokens[1:], strict=False):
+        for token, inner in pairwise(tokens):
             if token.type == "heading_open":
                 token.attrSet("id", slug(inner.content))
         for token in tokens:

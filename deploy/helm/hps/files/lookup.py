@@ -6,6 +6,7 @@ The environment has the URL, perhaps a TOKEN, and the directory TLS with the ser
 import json
 import os
 import ssl
+import sys
 import urllib.error
 import urllib.request
 
@@ -39,6 +40,6 @@ for model in models:
         found = ask(f"/v1/models/{model}/lookup", {"tables": {table["name"]: [0]}})
         if found is not None and len(found["tables"][table["name"]][0]) != table["dim"]:
             raise SystemExit(f"{model}.{table['name']}: got {found}, expected {table['dim']} numbers")
-        print(f"{model}.{table['name']}: a vector of {table['dim']} numbers")
+        sys.stdout.write(f"{model}.{table['name']}: a vector of {table['dim']} numbers\n")
 if not models:
     raise SystemExit("ready, and there is no model")

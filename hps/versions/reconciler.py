@@ -236,7 +236,7 @@ class Reconciler:
         counted = self._metrics.changing("undeploy", done="" if version is None else name, failed=name)
         with self._live.changing(name, "undeploying"), counted:
             kept = [deployment for deployment in self._live.kept(name) if deployment.version == version]
-            if kept:
+            if kept and self._live.deployed(name, kept[0].version) is None:
                 self._live.drop_kept(name, kept)  # with its rows, which nothing but a roll-back would read
                 return
             for deployment in self._live.withdraw(name, version):

@@ -117,6 +117,7 @@ def test_a_bad_version(on_call: OnCall) -> None:
 
     on_call.timeline.phase(FAULT, publish, ('HPSVersionHeld{instance="hps-1",model="ranking",version="3"}',))
     on_call.logs("version 3 is held, and 2 serves: vectors of item: alignment ")
+    assert 'id="hpsversionheld"' in on_call.client.get("/runbooks").text, "where the alert leads"
     assert "version 3 is held: vectors of item: alignment" in book.follow("Find out")
     assert not book.is_over()
     book.follow("Mend, if a wrong version serves")

@@ -99,7 +99,8 @@ soak: dev        ## 64 good and bad clients, updates and chaos, every answer jud
 bench: dev       ## benchmarks of the host tiers and HTTP: make bench NAMES="hash_map http"
 	$(BIN)/python -m benchmarks $(NAMES)
 
-docs: dev        ## write the tables and pictures that are made from benchmarks/results
+docs: dev        ## write what is made from benchmarks/results, and the page of runbooks that servers show
+	$(BIN)/python -m docs.runbook_page
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.draw
 

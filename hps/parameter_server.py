@@ -895,7 +895,7 @@ class HPS:
 
         Args:
             version: take only this version out of service. If it serves, the highest of the others takes over; if the model is
-                pinned to it, the pin ends.
+                pinned to it, the pin ends. One that is kept for a roll-back is dropped with its rows in all databases.
 
         Raises:
             UnknownModelError: no model of this name is deployed.

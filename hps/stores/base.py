@@ -17,6 +17,7 @@ test with `isinstance` once, when they are built.
 """
 
 import secrets
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -211,6 +212,20 @@ class TableStats:
     file: FileStatistics | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """The file system that a database is on."""
+
+    free_bytes: int  # for this user
+    total_bytes: int
+
+    @classmethod
+    def of(cls, path: Path) -> "DiskSpace":
+        """Ask the system; raise OSError if the path is gone."""
+        usage = shutil.disk_usage(path)
+        return cls(usage.free, usage.total)
+
+
 class Database(ABC):
     """A key-value store of embedding tables, each addressed by its tag. *Thread-safe.*
 
@@ -347,6 +362,14 @@ class Database(ABC):
     def size(self, tag: str) -> int:
         """Count the rows of a table; an estimate if the engine counts lazily."""
         return self.stats(tag).rows
+
+    def disk_space(self) -> DiskSpace | None:
+        """Return the space of this database's file system; None, the default, if it is not on a disk of this machine.
+
+        Raises:
+            OSError: its directory is gone.
+        """
+        return None
 
     @classmethod
     def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:

@@ -31,7 +31,7 @@ from hps.statistics.snapshot import (
     TierStatistics,
     VersionChecks,
 )
-from hps.stores.base import UNBOUNDED_ROWS, Database, TableStats
+from hps.stores.base import UNBOUNDED_ROWS, Database, DiskSpace, TableStats
 from hps.versions.checks.report import CheckReport
 from hps.versions.deployment import Deployment
 from hps.versions.fleet import FleetStatus
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
 _TABLES = 2  # read between two pauses
 _CLOSE_WAIT_S = 10.0
-_DEVICE = ""
+_DEVICE, _DISK = "", "/"  # no tag of a table
 _Known = TypeVar("_Known")
 
 
@@ -49,7 +49,7 @@ _Known = TypeVar("_Known")
 class _Answer:
     """Figures of a database or a device, and when they were read."""
 
-    value: TableStats | CacheStats | DeviceMemory
+    value: TableStats | CacheStats | DeviceMemory | DiskSpace | None
     at: float
 
 
@@ -86,7 +86,8 @@ class StatisticsCollector:
         self._round_at = -math.inf
         self._closed = False
         metrics.others.add(self.families)
-        # Answers of each database and cache by table tag, and those of a cache about its device by _DEVICE.
+        # Answers of each database and cache by table tag, those of a cache about its device by _DEVICE, and those of a database
+        # about its file system by _DISK.
         self._known: WeakKeyDictionary[Database | EmbeddingCache, dict[str, _Answer]] = WeakKeyDictionary()
 
     def statistics(self) -> ServerStatistics:
@@ -126,6 +127,16 @@ class StatisticsCollector:
             "1 while the database of a tier is used, 0 while it is skipped after failures.",
             available,
         )
+        tiers = {tier.name: tier.database for deployment in self._live.all() for tier in deployment.chain.tiers()}
+        disks = [
+            (label_text(["tier"], [name]), space)
+            for name, database in tiers.items()
+            if (space := self._last(database, _DISK, DiskSpace)[0]) is not None
+        ]
+        free = [(where, space.free_bytes) for where, space in disks]
+        yield family("gauge", "hps_disk_free_bytes", "Free space of the file system of a tier's database.", free)
+        sizes = [(where, space.total_bytes) for where, space in disks]
+        yield family("gauge", "hps_disk_bytes", "Size of the file system of a tier's database.", sizes)
         followed = [
             (label_text(["model"], [life.name]), status)
             for life in self._live.models()
@@ -150,8 +161,10 @@ class StatisticsCollector:
         tags = {table.tag for deployment in deployments for table in deployment.tables}
         with self._lock:  # forget the tags of versions that are gone
             for known in self._known.values():
-                for tag in known.keys() - tags - {_DEVICE}:
+                for tag in known.keys() - tags - {_DEVICE, _DISK}:
                     del known[tag]
+        for database in {database for deployment in deployments for database in deployment.chain.databases}:
+            self._query(database, _DISK, database.disk_space)
         for deployment in deployments:
             for index, table in enumerate(deployment.tables):
                 for database in deployment.chain.databases:
@@ -188,7 +201,7 @@ class StatisticsCollector:
     def _query(self, source: Database | EmbeddingCache, what: str, read: Callable[[], object]) -> None:
         if self._closed:
             return
-        with suppress(HPSError):  # the source is down or closing: the last figures stay
+        with suppress(HPSError, OSError):  # the source is down or closing: the last figures stay
             value = read()
             with self._lock:
                 self._known.setdefault(source, {})[what] = _Answer(value, self._clock())  # type: ignore[arg-type]

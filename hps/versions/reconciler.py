@@ -110,7 +110,7 @@ class Reconciler:
         known = name in self._catalog.names
         if pin and not (accept and self._wanted_by_fleet(name, version)):
             self._refuse_in_fleet(name, "deploying")
-        counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
+        counted = self._metrics.changing("deploy", done=name, failed=name if known else "", held=lambda: bool(change.held))
         with self._live.changing(name, "deploying", progress) as change, counted:
             before = None if entry is None else self._catalog.add(entry)
             keeps_entry = False
@@ -338,6 +338,10 @@ class Reconciler:
             self._refuse_in_fleet(name, "undeploying a version of")
         counted = self._metrics.changing("undeploy", done="" if version is None else name, failed=name)
         with self._live.changing(name, "undeploying"), counted:
+            kept = [deployment for deployment in self._live.kept(name) if deployment.version == version]
+            if kept and self._live.deployed(name, kept[0].version) is None:
+                self._live.drop_kept(name, kept)  # with its rows, which nothing but a roll-back would read
+                return
             for deployment in self._live.withdraw(name, version):
                 self._live.retire(name, deployment, "release")
             if version is not None and (pin := self._catalog.pins.known(name)) is not None and pin.version == version:

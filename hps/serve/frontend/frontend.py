@@ -462,6 +462,7 @@ class Frontend:
                 identity: counts.values() for identity, counts in [*self.published.rollout_counts.values()][-_MOST_ROLLOUTS:]
             },
             "cpu_ns": time.process_time_ns(),
+            "certificate_ends_s": int((self.tls and self.tls.expires_at) or 0),
             "connections": len(self.connections.order),
             "pending": len(self.exchange.pending),
             "held_bytes": self.memory.used + self.memory.kept + self.exchange.slots.used,

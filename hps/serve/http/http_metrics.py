@@ -128,6 +128,8 @@ class HTTPMetrics:
             yield family("gauge", name, text, values)
         times_used = [(label_text(["front"], [str(nth)]), figures["cpu_ns"] / 1e9) for nth, figures in enumerate(frontends)]
         yield family("counter", "hps_front_cpu_seconds", "Processor time of each frontend.", times_used)
+        ends = [(label_text(["front"], [str(nth)]), figures["certificate_ends_s"]) for nth, figures in enumerate(frontends)]
+        yield family("gauge", "hps_certificate_expires_timestamp_seconds", _CERTIFICATE, [one for one in ends if one[1]])
         loops = self.loops()
         for name, text in _LOOP_COUNTS.items():
             yield family("counter", name, text, [("", loops.get(name.removeprefix("hps_owner_"), 0))])
@@ -151,6 +153,7 @@ _LOOP_COUNTS: Final = {
     "hps_owner_malformed": "Lookups refused because of a malformed descriptor.",
     "hps_owner_wakes": "Wakes of the loops from sleep.",
 }
+_CERTIFICATE: Final = "End of the server certificate of new connections, in seconds since 1970."
 _READY: Final = "1 while lookups are answered, ignoring models that cannot be loaded."
 _DEVICE_FAILED: Final = "1 while a device of a model in service is lost, until a restart."
 _DEGRADED: Final = "1 while lookups do without a lost device or a volatile database; /v2/health/ready says which."
@@ -164,7 +167,7 @@ def are_figures(found: Mapping[str, Any]) -> bool:
             InferenceCounts().plus(InferenceCounts(*counts))
         for values in found["rollouts"].values():
             RolloutCounts().add(values)
-        return all(isinstance(found[name], int) for name in ("cpu_ns", *(name for _, _, name in _GAUGES)))
+        return all(isinstance(found[name], int) for name in ("cpu_ns", "certificate_ends_s", *(name for _, _, name in _GAUGES)))
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
 

@@ -48,6 +48,7 @@ from hps.stores.base import (
     LOAD_ADVICE,
     AgingRows,
     DatabaseReport,
+    DiskSpace,
     ExpiredRows,
     LoadRecord,
     LogPosition,
@@ -496,6 +497,9 @@ class RocksDatabase(PersistentDatabase, AgingRows):
             Need("ram", "RocksDB's write buffers", WRITE_BUFFERS_BYTES, temporary=True),
         ]
 
+    def disk_space(self) -> DiskSpace:
+        return DiskSpace.of(self.path)
+
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
         if self.read_only:
             return
@@ -513,7 +517,7 @@ class RocksDatabase(PersistentDatabase, AgingRows):
         check_fits(
             f"making room for tables in {self.path}",
             needs,
-            shutil.disk_usage(self.path).free,
+            self.disk_space().free_bytes,
             "on its file system",
             "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume",
         )

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +47,7 @@ from hps.stores.base import (
     AgingRows,
     DatabaseReport,
     DeviceReadable,
+    DiskSpace,
     ExpiredRows,
     LoadRecord,
     LogPosition,
@@ -365,6 +365,9 @@ class RowFilesDatabase(PersistentDatabase, AgingRows, DeviceReadable, MergesRows
         ]
         return [*needs, *RocksDatabase.room_for(config, [])]
 
+    def disk_space(self) -> DiskSpace:
+        return DiskSpace.of(self.path)
+
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
         if self.read_only:
             return
@@ -377,7 +380,7 @@ class RowFilesDatabase(PersistentDatabase, AgingRows, DeviceReadable, MergesRows
         check_fits(
             f"making room for tables in {self.path}",
             needs,
-            shutil.disk_usage(self.path).free,
+            self.disk_space().free_bytes,
             "on its file system",
             "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume "
             "(persistent_db.path; for a repository --state of `hps serve`)",

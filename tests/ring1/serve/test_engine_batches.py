@@ -136,7 +136,7 @@ def figures():
     metrics = HTTPMetrics(Refusals())
     metrics.count("/a", 200, 0.5)
     inference = {"m\0001": [1] * 8}
-    gauges = {"connections": 1, "pending": 0, "held_bytes": 5, "cached_bytes": 6}
+    gauges = {"connections": 1, "pending": 0, "held_bytes": 5, "cached_bytes": 6, "certificate_ends_s": 0}
     return {"http": metrics.figures(), "inference": inference, "cpu_ns": 7, **gauges}
 
 

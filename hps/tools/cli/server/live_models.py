@@ -188,7 +188,10 @@ def undeploy_command(
     version: Annotated[str, typer.Option("--version", help="Undeploy only this version. Default: the whole model.")] = "",
     no_wait: NoWait = False,
 ) -> None:
-    """Take MODEL, or one of its versions, out of service in a running server. Its rows stay in Redis and RocksDB."""
+    """Take MODEL, or one of its versions, out of service in a running server. Its rows stay in Redis and RocksDB.
+
+    A version that is kept for a roll-back is dropped with its rows, which makes room.
+    """
     _change(server, model, "undeploy", {"version": version} if version else {}, wait=not no_wait)
 
 

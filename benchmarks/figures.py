@@ -4,7 +4,6 @@ A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `
 `python -m benchmarks.figures` writes all of them anew; `tests/ring1/repo/test_figures.py` fails where a page differs.
 """
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -271,20 +270,6 @@ def _gpu_queries() -> list[str]:
     )
 
 
-def _static_queries() -> list[str]:
-    """Queries of tables all of whose rows are resident, of both kinds."""
-    rows = []
-    for dim in (32, 128):
-        for batch, alpha in itertools.product((8192, 65_536, 1 << 20), (0.0, 1.05)):
-            axes = {"work": "query of a whole table", "dim": dim, "batch": batch, "alpha": alpha}
-            static, dynamic = (figures("gpu_cache", kind=kind, **axes) for kind in ("static", "dynamic"))
-            size = "2^20" if batch == 1 << 20 else f"{batch:,}"
-            keys = f"alpha {alpha}" if alpha else "uniform"
-            of_gather, of_dynamic = static.of_gather, static.mkeys_per_s / dynamic.mkeys_per_s
-            rows.append((f"{size}, {dim}, {keys}", _round(static.mkeys_per_s), f"{of_gather:.2f}", f"{of_dynamic:.2f}"))
-    return _lines(("n, dim, keys", "M keys/s of a static table", "of gather", "of a dynamic table with 2.8 slots a row"), rows)
-
-
 def _prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {(row.tables, row["keys"], row.work): _round(row.p50_us) for row in rows_of("prepared")}
@@ -460,7 +445,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "model-sources": _model_sources,
     "row-bytes": _row_bytes,
     "gpu-queries": _gpu_queries,
-    "static-queries": _static_queries,
     "prepared": _prepared,
     "scores": _scores,
     "scores-once": _scores_once,

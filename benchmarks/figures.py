@@ -155,25 +155,24 @@ def _page(text: str) -> list[str]:
 
 
 def _readme() -> list[str]:
-    """The first figures that somebody sees: ours, and a peer's or a limit in the same run."""
-    of_torch = _each(f"{row.mkeys_per_s / row.torch_index_select_mkeys_per_s:.1f}" for row in (the.narrow, the.wide))
-    return _page(f"""| hps | in the same run
-        H200: 2^20 resident keys, dim 32 / 128 | {_round(the.narrow.mkeys_per_s)} / {_round(the.wide.mkeys_per_s)} M keys/s | \
-            {of_torch} x `torch.index_select`; {the.narrow.of_gather:.2f} / {the.wide.of_gather:.2f} of a plain gather
-        H200: 26 tables x 1,024 keys, from Python, p50 | {the.concatenated.p50_us:.0f} us | \
-            {the.concatenated.p50_us / the.concatenated.peer_p50_us:.2f} x the time of 26 `torch.index_select`
-        H200: sums of bags, 26 tables, dim 128 | {_round(the.bags.mkeys_per_s)} M keys/s | \
-            {the.bags.of_anchor / the.torch_bags.of_anchor:.1f} x `torch.nn.functional.embedding_bag`
-        H200: 2^18 keys, {100 - 100 * the.link.hit_rate:.0f} % read in host memory, dim 128 | \
-            {_round(the.link.mkeys_per_s)} M keys/s | \
-            {the.link.mkeys_per_s / the.copy.mkeys_per_s:.1f} x fetching these by the CPU
-        two cores: hash map, 100,000 keys of 1 M rows, one thread | {the.hash_map.mkeys_per_s:.1f} M keys/s | \
-            {the.hash_map.of_gather:.2f} of `np.take`
-        two cores: RocksDB / Redis, 10,000 keys | \
-            {the.rocks.rows_per_s / 1e6:.2f} / {the.redis.ours_keys_per_s / 1e6:.1f} M keys/s | \
-            {the.rocks.ratio_to_sorted:.2f} of rocksdict / {the.redis.ours_to_redis_py:.1f} x redis-py with hiredis
-        two cores: HTTP, binary, 1,000 keys, server and clients | {_round(the.binary.requests_per_s)} requests/s | \
-            {the.binary.ratio_to_limit:.2f} of a raw ASGI echo""")
+    """What a user asks for, in times and requests; beside it what he would use else, and the benchmark that measures both."""
+    dlrm = {name: figures("scores", work="http", samples=32, clients=64, turn=0, service=name) for name in ("batched", "plain")}
+    rows = figures("updates", work="visible", log="kafka")
+    return _page(f"""| hps | in the same run | `python -m benchmarks`
+        look up 26 tables x 1,024 keys on an H200, from Python | {_ms(the.concatenated.p50_us)} | \
+            {_ms(the.concatenated.peer_p50_us)}: torch's `index_select`, a call a table | `gpu_lookup`
+        262,144 keys of 128 numbers, {100 - 100 * the.link.hit_rate:.0f} % of them not in GPU memory | \
+            {_ms(the.link.p50_us)} | {_ms(the.copy.p50_us)}: the processor fetches these | `misses`
+        32 candidates scored by a whole DLRM on one H100, 64 clients | {_round(dlrm["batched"].requests_s)} requests/s | \
+            {_round(dlrm["plain"].requests_s)}: FastAPI around the torch module | `scores`
+        1,000 keys over HTTP, server and clients on two cores | {_round(the.binary.requests_per_s)} requests/s | \
+            {_round(the.binary.requests_per_s / the.binary.ratio_to_limit)}: a server that only echoes | `http`
+        a changed row, from Kafka into every lookup, 100,000 rows/s | \
+            {rows.p50_ms:.0f} ms | 99 %: {rows.p99_ms:.0f} ms | `updates`""")
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.2g} ms"
 
 
 def _measured_gpu() -> list[str]:

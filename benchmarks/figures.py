@@ -158,7 +158,7 @@ def _readme() -> list[str]:
     """What a user asks for, in times and requests; beside it what he would use else, and the benchmark that measures both."""
     dlrm = {name: figures("scores", work="http", samples=32, clients=64, turn=0, service=name) for name in ("batched", "plain")}
     rows = figures("updates", work="visible", log="kafka")
-    return _page(f"""| hps | in the same run | `python -m benchmarks`
+    return _page(f"""| hps | in the same run | `.venv/bin/python -m benchmarks`
         look up 26 tables x 1,024 keys on an H200, from Python | {_ms(the.concatenated.p50_us)} | \
             {_ms(the.concatenated.peer_p50_us)}: torch's `index_select`, a call a table | `gpu_lookup`
         262,144 keys of 128 numbers, {100 - 100 * the.link.hit_rate:.0f} % of them not in GPU memory | \

@@ -16,7 +16,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def test_its_first_commands_are_those_of_the_readme() -> None:
-    [start] = re.findall(r"^## Start\n.*?((?:    .*\n)+)", INDEX, re.MULTILINE | re.DOTALL)
+    [start] = re.findall(r"^## Start\n\n[^\n]*\n\n((?:    [^\n]*\n)+)", INDEX, re.MULTILINE)
     assert start in README
 
 

@@ -339,16 +339,6 @@ def _cold_start() -> list[str]:
     )
 
 
-def _clients() -> list[str]:
-    """What a call takes by each client, and the caller's processor time in it."""
-    rows = []
-    for name in ("hps", "hps, shared memory", "raw socket", "httpx", "tritonclient", "tritonclient, shared memory"):
-        found = [figures("client", client=name, tables=tables) for tables in (1, 26)]
-        times = [f"{_round(row.p50_us)} us ({_round(row.relative)} x)" for row in found]
-        rows.append((name, *times, _each(f"{_round(row.cpu_us)} us" for row in found)))
-    return _lines(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), rows)
-
-
 _PLACES = {"scores": "H100", "scores_cpu": "two processors"}
 
 
@@ -363,15 +353,6 @@ def _scores() -> list[str]:
             times = f"{_round(ours.p50_ms)} / {_round(ours.p99_ms)}"
             rows.append((f"{where}, {clients} x {samples}", _round(ours.requests_s), *cells, times))
     return _lines(("clients x samples", "batches, requests/s", "one by one", "FastAPI", "p50 / p99 of batches, ms"), rows)
-
-
-def _scores_once() -> list[str]:
-    """One user and 2,048 candidates, the user given once or with each."""
-    rows = []
-    for file, where in _PLACES.items():
-        once, each = (middle(file, "requests_s", user=user) for user in ("once", "with each candidate"))
-        rows.append((where, _round(once), _round(each), f"{once / each:.2g} x"))
-    return _lines(("", "given once, requests/s", "with each candidate", "more"), rows)
 
 
 _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
@@ -436,7 +417,6 @@ def _sharing_traffic() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": _sharing_traffic,
-    "clients": _clients,
     "machines": _machines,
     "readme": _readme,
     "measured-gpu": _measured_gpu,
@@ -446,7 +426,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu-queries": _gpu_queries,
     "prepared": _prepared,
     "scores": _scores,
-    "scores-once": _scores_once,
     "sparse-stage": sparse_stage,
     "updates": _updates,
     "planning": _planning,

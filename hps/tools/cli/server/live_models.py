@@ -19,6 +19,7 @@ from hps.tools.cli.running_server import (
     ServerUrl,
     Token,
     TokenFile,
+    UrlToo,
     change_fleet,
     change_model,
     running_server,
@@ -56,6 +57,7 @@ def models_command(
     token: Token = "",
     token_file: TokenFile = None,
     cert: Certificate = None,
+    url_too: UrlToo = "",
 ) -> None:
     """Print the models of a running server: their versions, states, rows, memory and hit rates.
 
@@ -64,7 +66,7 @@ def models_command(
     With --fleet: what each replica serves and should serve, and whether it follows the models' serving.json.
     """
     with console.reported():
-        servers = {url: running_server(url, token, token_file, cert) for url in urls or [LOCAL]}
+        servers = {url: running_server(url, token, token_file, cert) for url in ([url_too] if url_too else urls or [LOCAL])}
         if fleet:
             if not _compare(servers, as_json=as_json):
                 raise typer.Exit(1)

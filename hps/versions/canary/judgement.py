@@ -1,14 +1,14 @@
 """Whether a new version breaks a bound: decisions about counts, without any state."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from hps.configuration.canary import CanaryConfig, CanaryStep
 from hps.versions.canary.counts import RolloutCounts, slower_than
 
-_LEAST_ERRORS, _LEAST_SLOW = 3, 5
+_LEAST_ERRORS, _LEAST_SLOW, _LEAST_SLICES = 3, 5, 3
 _DEVIATIONS: Final = 3.0  # of a binomial distribution, by which a count must exceed what is allowed
 _SLOW_SHARE: Final = 0.01  # of requests may take longer than the 99th percentile, times the factor
 _LEAST_SLOW_S: Final = 1e-3  # times below are noise of the machine
@@ -16,10 +16,15 @@ _LEAST_SLOW_S: Final = 1e-3  # times below are noise of the machine
 
 @dataclass(frozen=True)
 class Window:
-    """The counts of the last seconds of a rollout. *Immutable.*"""
+    """The counts of the last seconds of a rollout. *Immutable.*
+
+    Attributes:
+        slices: returns the counts of successive parts of it, of half a second each.
+    """
 
     seconds: float
     counts: RolloutCounts
+    slices: Callable[[], Sequence[RolloutCounts]] = tuple
 
 
 def broken_bound(windows: Sequence[Window], version: str, serving: str, config: CanaryConfig) -> str:
@@ -71,7 +76,11 @@ def _slowness(window: Window, version: str, serving: str, config: CanaryConfig) 
     for work in (False, True):
         before, after = (counts.work.latency() if work else counts.latency() for counts in (old, new))
         limit_s = max(_LEAST_SLOW_S, config.max_p99_factor * before.quantile_s(0.99))
-        if _exceeds(slower_than(new, limit_s, work=work), new.answered, _SLOW_SHARE, _LEAST_SLOW):
+        if not _exceeds(slower_than(new, limit_s, work=work), new.answered, _SLOW_SHARE, _LEAST_SLOW):
+            continue
+        # A machine that stalls makes the requests of one moment slow, and they may all be of one version.
+        slow = [part for part in window.slices() if slower_than(part.new, limit_s, work=work)]
+        if len(slow) >= _LEAST_SLICES:
             return (
                 f"p99 of version {version} is {1e3 * after.quantile_s(0.99):.2f} ms, that of {serving} is "
                 f"{1e3 * before.quantile_s(0.99):.2f} ms ({new.answered} requests in {window.seconds:.0f} s); allowed: "

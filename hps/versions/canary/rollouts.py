@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from itertools import pairwise
 from typing import Any, Final, Literal, Protocol
 
 import pydantic
@@ -520,13 +522,13 @@ class Rollouts:
     def _judge(self, name: str, rollout: LiveRollout) -> None:
         record, now, values = rollout.record, self._clock(), self._counted(rollout).values()
         config = record.plan.config
-        windows = []
+        windows, states = [], [*rollout.states, (now, values)]
         for seconds in _WINDOWS_S:
             then, before = next(((at, state) for at, state in rollout.states if now - at <= seconds), (now, values))
-            windows.append(Window(now - then, RolloutCounts.since(values, before)))
+            windows.append(Window(now - then, RolloutCounts.since(values, before), partial(_slices, states, then)))
         step_seconds = time.time() - record.step_since
         of_step = RolloutCounts.since(values, rollout.step_values or values)
-        windows.append(Window(step_seconds, of_step))
+        windows.append(Window(step_seconds, of_step, partial(_slices, states, now - step_seconds)))
         rollout.states.append((now, values))
         while rollout.states and now - rollout.states[0][0] > _WINDOWS_S[-1]:
             rollout.states.popleft()
@@ -581,6 +583,12 @@ class Rollouts:
     def _requested_by(self, name: str) -> str:
         change = self._live.requested.get(name)
         return change.by if change is not None and change.under_way else ""
+
+
+def _slices(states: Sequence[tuple[float, Sequence[float]]], since: float) -> list[RolloutCounts]:
+    """Return the counts between successive states from a time on."""
+    found = [values for at, values in states if at >= since]
+    return [RolloutCounts.since(after, before) for before, after in pairwise(found)]
 
 
 def _continued(kept: RolloutRecord) -> RolloutRecord:

@@ -44,9 +44,16 @@ def counts_of(
     ],
 )
 def test_a_version_breaks_a_bound_if_its_counts_exceed_chance(counts: RolloutCounts, broken: str) -> None:
-    found = broken_bound([Window(5.0, counts)], "8", "7", CONFIG)
+    found = broken_bound([Window(5.0, counts, lambda: [counts] * 3)], "8", "7", CONFIG)
     assert found.startswith(f"{broken} of version 8" if broken else "")
     assert bool(found) == bool(broken)
+
+
+def test_requests_that_were_slow_in_one_moment_are_the_machines() -> None:
+    slow, quick = counts_of(new=(50, 0, 20.0)), counts_of()
+    for slices, breaks in (([slow, slow, quick, quick], False), ([slow, quick, slow, slow], True)):
+        window = Window(5.0, slow, lambda slices=slices: slices)  # type: ignore[misc]
+        assert broken_bound([window], "8", "7", CONFIG).startswith("p99 of version 8") == breaks
 
 
 def test_a_short_window_sees_what_an_hour_of_good_answers_hides() -> None:

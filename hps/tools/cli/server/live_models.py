@@ -364,11 +364,11 @@ def _rollout_text(model: str, rollout: dict[str, Any]) -> str:
         state = f"is {rollout['state']}{by}{reason}"
     figures = [
         f"version {entry['version']} {count_text(entry['requests'])} requests, {entry['error_rate']:.2%} errors"
-        + ("" if entry["p99_ms"] is None else f", p99 {entry['p99_ms']:.2f} ms")
+        + (f", p99 {entry['p99_ms']:.2f} ms" if "p99_ms" in entry else "")
         for entry in (old, new)
     ]
     compared = rollout["compared"]
-    if compared["difference"] is not None:
+    if "difference" in compared:
         figures.append(f"{count_text(compared['requests'])} compared, difference {compared['difference']:.3g}")
     return f"{model}: {rollout['mode']} of version {rollout['version']} {state}; {'; '.join(figures)}"
 

@@ -21,6 +21,7 @@ CASES = {  # name: what is measured, and beside what
     "http": "the HTTP service, beside a raw ASGI echo and a bare orjson route",
     "grpc": "gRPC beside HTTP: requests a second, processor time of a request",
     "client": "hps.connect beside a raw socket, urllib3, httpx and tritonclient; sockets beside shared memory",
+    "canary": "lookups beside a canary and a shadow, and without",
     "writes": "lookups beside online writes over HTTP",
     "updates": "updates from Kafka and Redis Streams: delay, rate, lookups beside them",
     "refresh": "lookups beside a refresh (GPU or CPU)",

@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from hps.configuration.canary import CanaryConfig
 from hps.configuration.checks import Checks, ChecksConfig
 from hps.configuration.fields import (
     INT32_MAX,
@@ -312,6 +313,7 @@ class ModelConfig(Section):
     keep_versions: NonNegative = 1
     max_nonfinite_rows: NonNegative = 0
     checks: Checks = Field(default_factory=ChecksConfig)
+    canary: CanaryConfig = Field(default_factory=CanaryConfig)
     shard: Annotated[ShardConfig | None, BeforeValidator(_read_shard)] = None
 
     workspace_timeout_s: Timeout = 1.0

@@ -219,6 +219,9 @@ class Metrics(Collector):
         self.version_checks = self._counter(
             "hps_version_checks", "Checks of versions before their takeover, by outcome.", "model", "check", "outcome"
         )
+        self.rollout_ends = self._counter(
+            "hps_rollout_ends", "Canaries and shadows of a model that have ended, by outcome.", "model", "outcome"
+        )
         self.trace_keys = self._counter(
             "hps_trace_keys",
             "Keys of a recording: recorded, dropped (its thread was too slow), unread (on a device) or lost (write failed).",

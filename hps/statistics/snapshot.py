@@ -1,6 +1,7 @@
 """Statistics of a parameter server as plain data, for use without Prometheus."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,7 @@ class ModelStatistics:
         shard: the share of every table that this server holds, `index/of`; empty for all rows.
         checks: results of the checks of its versions that were checked.
         fleet: whether this server follows the model's `serving.json`.
+        rollout: the canary or shadow that is under way, or the last one, as `/v1/models` has it; None if there was none.
     """
 
     name: str
@@ -194,6 +196,7 @@ class ModelStatistics:
     shard: str = ""
     checks: tuple[VersionChecks, ...] = ()
     fleet: bool = False
+    rollout: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

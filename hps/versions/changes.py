@@ -43,6 +43,7 @@ class Change:
         pin: the pin that it created, if any.
         held: why the version that was asked for does not serve although it is loaded: its checks hold it; empty otherwise.
         accepts: a person lets the version serve whatever its checks find.
+        beside: the version is to be available beside the serving one, for a rollout.
         since: start, in seconds since the epoch.
         thread: thread that makes the change, if another thread started it.
         waiting: what the change waits for, once its tables are loaded; empty if nothing.
@@ -62,6 +63,7 @@ class Change:
     pin: DesiredVersion | None = None
     held: str = ""
     accepts: bool = False
+    beside: bool = False
     since: float = field(default_factory=time.time)
     thread: threading.Thread | None = None
     waiting: str = ""

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, leader_of
@@ -62,6 +62,7 @@ class StatisticsCollector:
     Args:
         chosen_by: describes the pin or document that chose the serving version of a model.
         fleet: returns whether a model follows its serving document.
+        rollout: describes the canary or shadow of a model.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class StatisticsCollector:
         metrics: Metrics,
         chosen_by: Callable[[str, str], str] = lambda name, serving: "",
         fleet: Callable[[str], FleetStatus | None] = lambda name: None,
+        rollout: Callable[[str], dict[str, Any] | None] = lambda name: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._live = live
         self._chosen_by = chosen_by
         self._fleet = fleet
+        self._rollout = rollout
         self._metrics = metrics
         self._clock = clock
         self._started = time.time()
@@ -219,6 +222,7 @@ class StatisticsCollector:
             shard=str(deployment.config.share or ""),
             checks=tuple(_checks(deployed.checks) for deployed, _ in versions if deployed.checks is not None),
             fleet=self._fleet(name) is not None,
+            rollout=self._rollout(name),
         )
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:

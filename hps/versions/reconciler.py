@@ -8,8 +8,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Literal
 
 from hps.cache.base import EmbeddingCache
+from hps.configuration.canary import CanaryConfig
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
 from hps.errors import (
@@ -29,6 +31,7 @@ from hps.models.loading.table_load import LoadTargets
 from hps.models.manifest import within
 from hps.types import TableSpec
 from hps.versions.building import load_deployment, reconfigure
+from hps.versions.canary.plan import RolloutPlan
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
 from hps.versions.checks.report import CHECKS, OUTCOMES, CheckReport
@@ -82,6 +85,7 @@ class Reconciler:
         self._metrics = chain.metrics
         self._unreadable: dict[str, str] = {}  # errors of models whose files cannot be read
         self._tried: dict[str, int] = {}  # by model: number of the last serving document that a deployment was tried for
+        self.tried_out: Callable[[str], Sequence[str]] = lambda name: ()  # versions that a rollout keeps in service
 
     # -- operations ---------------------------------------------------------------------------------------------------------
 
@@ -215,6 +219,102 @@ class Reconciler:
                 deployed.close("keep")
                 raise
             self._rolled_back(name, deployed.version, deployed.fingerprint, change)
+
+    # -- rollouts (`canary.rollouts.ChangesVersions`) ------------------------------------------------------------------------
+
+    def load_beside(
+        self,
+        name: str,
+        version: str | None,
+        *,
+        progress: Progress | None,
+        holds: bool,
+        started: Callable[[str, str, Change], None],
+    ) -> None:
+        """Load a version, and leave it available beside the serving one, where it answers those who name it.
+
+        Args:
+            version: default: the newest.
+            holds: also a version that its checks hold.
+            started: called with the serving and the new version before another change can begin.
+
+        Raises:
+            ConflictError: the version serves.
+            VersionHeldError: its checks refuse it, or hold it. As `bring_up`.
+        """
+        counted = self._metrics.changing("deploy", done=name, failed=name)
+        with self._live.changing(name, "deploying", progress) as change, counted:
+            serving = self._live.find(name, None).version
+            version = version or self.newest(name)
+            if version == serving:
+                raise ConflictError(
+                    f"deploying model {name!r} beside its version {serving}: that one serves; publish a newer one, or name "
+                    "another one with --version"
+                )
+            others = [entry.version for entry, state in self._live.versions(name) if state == "available"]
+            others = [number for number in others if number not in (serving, version)]
+            change.beside = True
+            self._put_into_service(name, version, change, chosen=[*others, version, serving])
+            deployed = self._live.find(name, version)
+            if deployed.held and deployed.checks is not None and not holds:
+                raise VersionHeldError(
+                    f"deploying model {name!r}: version {version} is held, and {serving} serves: {deployed.checks.reason}. "
+                    f"Look at it under its number; publish a better one, shadow it, or `hps deploy {name} --canary 5% --accept`"
+                )
+            started(serving, version, change)
+
+    def take_out(self, name: str, version: str, ended: Callable[[Change], None]) -> None:
+        """Call `ended`, and take a version out of service that does not serve."""
+        with self._live.changing(name, "rolling back") as change, self._metrics.changing("rollback", done=name, failed=name):
+            ended(change)
+            if self._live.deployed(name, version) is not None:
+                for deployment in self._live.withdraw(name, version):
+                    self._live.retire(name, deployment, "release")
+
+    def promote(self, name: str, version: str, *, unpin: bool, accept: bool) -> None:
+        """Let the version of a rollout serve.
+
+        Args:
+            unpin: end the pin, unless a still newer version would then serve that nobody has tried out.
+        """
+        if self._catalog.document(name) is not None:
+            self.change_fleet(name, "promote", version)
+            self.bring_up(name, None)
+        elif unpin and self._catalog.to_serve(name, pinned=False)[-1] == version:
+            self.bring_up(name, None, pin=True, accept=accept)
+        else:
+            self.bring_up(name, version, pin=True, accept=accept)
+
+    def pin_to(self, name: str, version: str) -> bool:
+        """Pin a model to its serving version, unless it is pinned or in a fleet; return whether it was done."""
+        if self._catalog.document(name) is not None or self._catalog.pins.known(name) is not None:
+            return False
+        self._catalog.pins.pin(name, version, "canary")
+        return True
+
+    def in_fleet(self, name: str) -> bool:
+        """Return True if a serving document says what every replica serves of a model."""
+        return self._catalog.document(name) is not None
+
+    def change_fleet(self, name: str, change: Literal["promote", "rollback"], version: str) -> None:
+        """End the rollout of a version on every replica, unless the serving document has another one by now, or none."""
+        self._catalog.read_document(name)
+        document = self._catalog.document(name)
+        if document is not None and document.rollout is not None and document.rollout.version == version:
+            serving = self._live.serving.get(name)
+            self._catalog.change_fleet(name, change, None, "" if serving is None else serving.version)
+
+    def wanted_rollout(self, name: str) -> tuple[int, RolloutPlan | None] | None:
+        """Return the number of a model's serving document and its rollout, as last read; None if it has no document."""
+        document = self._catalog.fleet.known(name)
+        return None if document is None else (document.number, document.rollout)
+
+    def newest(self, name: str) -> str:
+        """Return the highest version of a model."""
+        return self._catalog.versions(name)[-1]
+
+    def canary_config(self, name: str) -> CanaryConfig:
+        return self._catalog.model(name).canary
 
     def end_pin(self, name: str, progress: Progress | None) -> None:
         """End the pin of a model, if it has one; see `HPS.unpin`."""
@@ -490,7 +590,7 @@ class Reconciler:
         policy = self._catalog.model(name).version_policy
 
         def select(versions: list[str]) -> list[str]:
-            return [*chosen, *policy.chosen(versions, also=serving.version)]
+            return [*chosen, *self.tried_out(name), *policy.chosen(versions, also=serving.version)]
 
         available = [entry.version for entry, state in self._live.versions(name) if state in ("serving", "available")]
         if not {*available} <= {*select(available)}:
@@ -562,11 +662,11 @@ class Reconciler:
         # serve.
         try:
             self._updates.start_and_wait(deployed, is_closing, change.wait_for)
-            if old is None and not only_available:
+            if old is None and (not only_available or change.beside):
                 self._check(deployed, change, is_closing)
             change.proceed()
-            if deployed.held and not only_available:
-                self._live.serve(deployed, self._without_held(name), fate, only_available=True)
+            if change.beside or (deployed.held and not only_available):
+                self._live.serve(deployed, self._without_held(name), fate, old, only_available=True)
                 kept = []  # nothing was replaced
             else:
                 self._live.serve(deployed, select, fate, old, only_available=only_available)
@@ -679,7 +779,7 @@ class Reconciler:
         versions = self._live.versions(name)
         live = [table for deployment, _ in versions for table in deployment.tables] + list(loading)
         kept_versions = sum(state in ("kept", "retiring") for _, state in versions)
-        for tags in leftovers(config, live, kept_versions, self._chain):
+        for tags in leftovers(config, live, kept_versions, self._chain, self.tried_out(name)):
             self._chain.discard(tags)
 
 

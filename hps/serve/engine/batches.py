@@ -194,6 +194,7 @@ class FrontendLink:
             thread.start()
         server.live.watchers.append(self.publish)
         server.metrics.settling.add(self.settle)
+        server.rollouts.figures.add(self.rollout_figures)
         server.checked["regions of the frontends"] = self
         self.publish()
 
@@ -232,6 +233,10 @@ class FrontendLink:
             if found is not None and are_figures(found[1]):  # else it is being written, or invalid
                 self._figures[nth] = found[1]
         return [self._figures[nth] for nth in sorted(self._figures)]
+
+    def rollout_figures(self) -> list[tuple[str, Sequence[float]]]:
+        """Return the counts of rollouts of each frontend, with the id of their rollout."""
+        return [counted for figures in self.figures() for counted in figures["rollouts"].items()]
 
     @property
     def answers_clients(self) -> bool:
@@ -280,15 +285,25 @@ class FrontendLink:
                     "lost": [device for device, session in deployment.sessions.items() if session.lost],
                 }
             latest = {} if server is None else server.live.serving
-            serving = {name: deployment.version for name, deployment in latest.items() if name in models}
+            loading = {} if server is None else {name: server.rollouts.loading(name) for name in latest}
+            serving = {
+                name: deployment.version for name, deployment in latest.items() if name in models and not loading.get(name)
+            }
+            rollouts = {} if server is None else server.rollouts.published()
             snapshot = {
                 "models": models,
                 "serving": serving,
+                "rollouts": {
+                    name: rollout
+                    for name, rollout in rollouts.items()
+                    if name in models and {rollout["version"], rollout["serving"]} <= models[name].keys()
+                },
                 "reasons": {
                     status.name: self._lifecycle.states.reason(status.name)
                     for status in self._lifecycle.states.models()
                     if status.name not in serving
-                },
+                }
+                | {name: reason for name, reason in loading.items() if reason},
                 "blocked": self._lifecycle.blocked,
                 "tokens": self.tokens,
                 "settings": self._settings_of(self._lifecycle.configuration.service),

@@ -27,7 +27,7 @@ from hps.serve.frontend.exchange import EngineExchange
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.proxy import EngineConnections
-from hps.serve.frontend.published import LookupTarget, Published
+from hps.serve.frontend.published import FrontendVersion, LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
 from hps.serve.http.authorization import CERTIFICATE, Authorization
@@ -37,6 +37,7 @@ from hps.serve.http.http_answer import (
     RequestError,
     error_answer,
     release_frames,
+    status_of,
 )
 from hps.serve.http.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.serve.http.memory_budget import SMALL_BYTES, MemoryBudget
@@ -57,6 +58,7 @@ _FIGURES_S: Final = 0.2
 _STOP_S: Final = 10.0
 _STOP_TICK_S: Final = 0.02
 _HEAPS: Final = 2  # one thread serves
+_MOST_ROLLOUTS: Final = 32  # whose counts fit in the figures
 BACKLOG: Final = 2048
 
 
@@ -137,6 +139,8 @@ class Frontend:
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
                 self.published.counts[name] = InferenceCounts(*values)
+            for identity, values in found[1]["rollouts"].items():
+                self.published.inherit_rollout(identity, values)
         region[layout.FIGURES] = region[layout.FIGURES] & ~1
 
     def _apply(self, snapshot: dict[str, Any]) -> None:
@@ -172,7 +176,7 @@ class Frontend:
             served.id = named
         if target is None:
             return False
-        served.model, served.version = target.model_name, target.version
+        served.model, served.version, served.headers = target.model_name, target.version, headers
         if watched := started >= self._requests.quiet_until:
             self._requests.start(served, self._scope(head, client), headers)
         return watched
@@ -239,9 +243,14 @@ class Frontend:
         """Start a binary lookup whose JSON part has arrived; return None if it needs its complete body first."""
         if served.traced or len(text) > CACHED_BYTES or (self.settings.shared_memory_bytes and MARK in text):
             return None
-        version = self.published.version_of(target)
+        version = self.published.version_of(target, served)
         began = time.perf_counter_ns()
-        plan = read_cached(text, None, version.tables, self.settings.max_keys_per_request).plan
+        try:
+            plan = read_cached(text, None, version.tables, self.settings.max_keys_per_request).plan
+        except HPSError as error:
+            if not _falls_back(version, target, served, error):
+                raise
+            plan = None
         if plan is None:
             return None
         if size != len(text) + plan.keys_bytes:
@@ -262,7 +271,24 @@ class Frontend:
         shared: SharedTensors | None = None,
     ) -> Lookup:
         """Start a lookup whose body has arrived; `length` is the header with the length of its JSON part, if any."""
-        version = self.published.version_of(target)
+        while True:
+            version = self.published.version_of(target, served)
+            try:
+                return self._start_decoded(requester, target, served, version, body, length, shared)
+            except HPSError as error:
+                if not _falls_back(version, target, served, error):
+                    raise
+
+    def _start_decoded(
+        self,
+        requester: Requester,
+        target: LookupTarget,
+        served: Served,
+        version: FrontendVersion,
+        body: bytes | bytearray,
+        length: bytes | None,
+        shared: SharedTensors | None,
+    ) -> Lookup:
         lookup = Lookup(requester, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
         if shared is not None:
             lookup.shared, lookup.text, lookup.json_bytes = shared, shared.text, len(shared.text)
@@ -405,6 +431,9 @@ class Frontend:
         return {
             "http": self.metrics.figures(),
             "inference": inference,
+            "rollouts": {
+                identity: counts.values() for identity, counts in [*self.published.rollout_counts.values()][-_MOST_ROLLOUTS:]
+            },
             "cpu_ns": time.process_time_ns(),
             "connections": len(self.connections.order),
             "pending": len(self.exchange.pending),
@@ -489,3 +518,12 @@ class Frontend:
         self.publish()
         if self._spans is not None:
             self._spans.close()
+
+
+def _falls_back(version: FrontendVersion, target: LookupTarget, served: Served, error: HPSError) -> bool:
+    """Return True if the new version of a canary refuses a request, which the serving version may then answer."""
+    rollout = version.rollout
+    if rollout is None or version is not rollout.new or served.falls_back or target.version is not None:
+        return False
+    served.falls_back = status_of(error)
+    return True

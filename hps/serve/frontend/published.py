@@ -10,10 +10,13 @@ from hps.ground.memory.bounded_cache import clear_caches
 from hps.regions import layout
 from hps.regions.layout import Memory
 from hps.scoring.signature import Output, signature_of
+from hps.serve.frontend.rollouts import FrontendRollout
 from hps.serve.http.http_metrics import InferenceCounts, counted_as
+from hps.serve.logs.requests import Served
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
 from hps.types import TableSpec
+from hps.versions.canary.counts import RolloutCounts
 
 _VERSION_WORD: Final = layout.SNAPSHOT_AT // 8
 
@@ -51,6 +54,7 @@ class FrontendVersion:
     deployment_ids: dict[int, int]  # in descriptors, by device
     counts: InferenceCounts  # for Triton's statistics
     turn: int = 0  # number of lookups that named no device
+    rollout: FrontendRollout | None = None  # the one under way, of which it is either version
     devices: tuple[int, ...] = field(init=False)  # those that take turns
 
     def __post_init__(self) -> None:
@@ -59,6 +63,12 @@ class FrontendVersion:
     def exclude_lost(self, lost: Collection[int]) -> None:
         """Exclude lost devices from the turns, unless there are no others."""
         self.devices = tuple(device for device in self.deployment_ids if device not in lost) or tuple(self.deployment_ids)
+
+    def uncounted(self) -> "FrontendVersion":
+        """Return it for requests whose answers no client gets: they have counts of their own."""
+        version = FrontendVersion(self.tables, self.deployment_ids, InferenceCounts(), rollout=self.rollout)
+        version.devices = self.devices
+        return version
 
     def device(self, device: int | None) -> int:
         """Return the device for a lookup; by default the next one.
@@ -92,6 +102,9 @@ class Published:
         self._models: dict[str, dict[str, FrontendVersion]] = {}
         self._serving: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
+        self._rollouts: dict[str, FrontendRollout] = {}  # by model
+        self._inherited: dict[str, RolloutCounts] = {}  # by id of the rollout
+        self.rollout_counts: dict[str, tuple[str, RolloutCounts]] = {}  # by model: id of the last rollout, and its counts
 
     def poll(self) -> None:
         if self.written[0] == self.version:
@@ -118,6 +131,7 @@ class Published:
                     version = FrontendVersion(known, deployment_ids, counts)
                 version.exclude_lost(published["lost"])
                 models[name][number] = version
+        self._apply_rollouts(snapshot["rollouts"], models)
         gone = {version.tables for versions in self._models.values() for version in versions.values()}
         self._models = models
         if gone - {version.tables for versions in models.values() for version in versions.values()}:
@@ -130,8 +144,29 @@ class Published:
                 if (key := counted_as(name, number, version.deployment_ids)) in self.counts
             }
 
-    def version_of(self, target: LookupTarget) -> FrontendVersion:
+    def inherit_rollout(self, identity: str, values: Sequence[float]) -> None:
+        """Keep the counts of a rollout that the process which this one replaces has made."""
+        counts = self._inherited[identity] = RolloutCounts()
+        counts.add(values)
+
+    def _apply_rollouts(self, found: dict[str, Any], models: dict[str, dict[str, FrontendVersion]]) -> None:
+        for version in (version for versions in models.values() for version in versions.values()):
+            version.rollout = None
+        self._rollouts = {}
+        for name, published in found.items():
+            identity, old, new = published["id"], models[name][published["serving"]], models[name][published["version"]]
+            known, counts = self.rollout_counts.get(name, ("", RolloutCounts()))
+            if known != identity:
+                counts = self._inherited.pop(identity, RolloutCounts())
+            self.rollout_counts[name] = identity, counts
+            old.rollout = new.rollout = self._rollouts[name] = FrontendRollout(name, published, old, new, counts)
+        self.rollout_counts = {name: counted for name, counted in self.rollout_counts.items() if name in models or self.blocked}
+
+    def version_of(self, target: LookupTarget, served: Served | None = None) -> FrontendVersion:
         """Return the version that answers a lookup.
+
+        Args:
+            served: its request, which a canary may give to its new version; None: check the names alone.
 
         Raises:
             NotReadyError, UnknownModelError, UnknownVersionError: there is none.
@@ -146,6 +181,8 @@ class Published:
             known = ", ".join(self._serving) or "none"
             raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}")
         if number is None:
+            if self._rollouts and served is not None and (rollout := self._rollouts.get(name)) is not None:
+                return rollout.version_of(served)
             number = self._serving[name]
         if (found := versions.get(number)) is None:
             known = ", ".join(versions)

@@ -12,6 +12,7 @@ from prometheus_client import ProcessCollector
 from hps.serve.http.refusals import Refusals
 from hps.statistics.prometheus import Family, family, histogram, label_text
 from hps.statistics.times import Times
+from hps.versions.canary.counts import RolloutCounts
 from hps.versions.deployment import Deployment
 
 _BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -161,6 +162,8 @@ def are_figures(found: Mapping[str, Any]) -> bool:
         HTTPMetrics(Refusals()).add(found["http"])
         for counts in found["inference"].values():
             InferenceCounts().plus(InferenceCounts(*counts))
+        for values in found["rollouts"].values():
+            RolloutCounts().add(values)
         return all(isinstance(found[name], int) for name in ("cpu_ns", *(name for _, _, name in _GAUGES)))
     except (KeyError, TypeError, ValueError, AttributeError):
         return False

@@ -58,6 +58,7 @@ for _name, _command in (
     ("models", live_models.models_command),
     ("deploy", live_models.deploy_command),
     ("undeploy", live_models.undeploy_command),
+    ("promote", live_models.promote_command),
     ("rollback", live_models.rollback_command),
     ("unpin", live_models.unpin_command),
     ("refresh", live_models.refresh_command),
@@ -83,7 +84,7 @@ def _hps(
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
     serve, load, lookup, plan, row-formats, profile, publish, check-config and check-version take CONFIG: a ps.json, as in
-    HugeCTR. top, models, deploy, undeploy, rollback, unpin, refresh and record call a running server (--url or
+    HugeCTR. top, models, deploy, promote, undeploy, rollback, unpin, refresh and record call a running server (--url or
     HPS_URL; the token is in HPS_ADMIN_TOKEN).
     """
     if version:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic_core import PydanticUndefined
 
+from hps.configuration.canary import CanaryConfig
 from hps.configuration.checks import ChecksConfig
 from hps.configuration.hugectr_structs import PYTHON_NAMES
 from hps.configuration.load import (
@@ -33,6 +34,7 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text()
 SECTIONS: list[tuple[str, type[Section], dict[str, Any]]] = [
     ("Top level", Configuration, REFERENCE),
     ("`models[]`", ModelConfig, REFERENCE["models"][0]),
+    ("`models[].canary`", CanaryConfig, REFERENCE["models"][0]["canary"]),
     ("`models[].checks`", ChecksConfig, REFERENCE["models"][0]["checks"]),
     ("`models[].dense`", DenseConfig, REFERENCE["models"][0]["dense"]),
     ("`models[].dense.inputs`", NetworkInputConfig, REFERENCE["models"][0]["dense"]["inputs"]["items"]),

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = {
     "models": "Example: `hps models http://127.0.0.1:8000`",
-    "deploy": "Example: `hps deploy ranker --version 2`",
+    "deploy": "Example: `hps deploy ranker --version 2`, or `hps deploy ranker --canary 5%`",
+    "promote": "Example: `hps promote ranker`",
     "record": "Example: `hps record ranker --output models/ranker/requests.jsonl`",
     "undeploy": "Example: `hps undeploy ranker`",
     "rollback": "Example: `hps rollback ranker`",
@@ -40,6 +41,7 @@ EXAMPLES = {
 }
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the server's answer unchanged.")]
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def models_command(
@@ -83,6 +85,8 @@ def models_command(
             typer.echo(f"{model['name']}: the fleet serves version {status['wanted'] or 'by policy'}{follows}")
         if "problem" in pin:
             typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
+        if rollout := model.get("rollout"):
+            typer.echo(_rollout_text(model["name"], rollout))
         for version in model["versions"]:
             if version["state"] == "held":
                 typer.echo(f"{model['name']}: version {version['version']} is held: {version['checks']['reason']}")
@@ -106,6 +110,26 @@ def deploy_command(
     accept: Annotated[
         bool, typer.Option("--accept", help="Let the version serve whatever its checks find, also if they hold it.")
     ] = False,
+    canary: Annotated[
+        str, typer.Option("--canary", metavar="SHARE", help="Let the version answer this share of the requests, such as 5%.")
+    ] = "",
+    shadow: Annotated[
+        str, typer.Option("--shadow", metavar="SHARE", help="Let both versions answer this share, and compare the answers.")
+    ] = "",
+    steps: Annotated[
+        str,
+        typer.Option("--steps", help="Of a canary: SHARE[:TIME][:REQUESTS] each, such as 5%:10m,25%:10m:1000,100%."),
+    ] = "",
+    header: Annotated[str, typer.Option("--header", help="Header whose value selects the clients of a canary.")] = "",
+    max_error_rate: Annotated[
+        str, typer.Option("--max-error-rate", metavar="SHARE", help="Roll back if its errors are more by this share.")
+    ] = "",
+    max_p99_factor: Annotated[
+        float | None, typer.Option("--max-p99-factor", help="Roll back if its p99 is more than this many times as long.")
+    ] = None,
+    max_difference: Annotated[
+        float | None, typer.Option("--max-difference", help="Roll back if its answers differ by more, as a share of the mean.")
+    ] = None,
     fleet: Fleet = False,
     no_wait: NoWait = False,
 ) -> None:
@@ -117,8 +141,12 @@ def deploy_command(
 
     A version that fails its checks is held: the previous one serves on, and --accept lets it take over.
 
+    With --canary or --shadow, the serving version serves on, and `hps promote` or `hps rollback` ends it. A version that fails
+    or slows is rolled back by the server. Again with another share: changes the canary under way.
+
     With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
     """
+    rollout = _rollout_options(canary, shadow, steps, header, max_error_rate, max_p99_factor, max_difference)
     if fleet and (force or accept or config is not None):
         raise errors.InvalidInputError(
             "deploying on the fleet: got --force, --accept or --config, expected none of them with --fleet"
@@ -130,7 +158,27 @@ def deploy_command(
         body["version"] = version
     if config is not None:
         body["config"] = _entry(config, model)
-    (_change_fleet if fleet else _change)(server, model, "deploy", body, wait=not no_wait)
+    if fleet:
+        _change_fleet(server, model, "canary" if rollout else "deploy", body | rollout, wait=not no_wait)
+        return
+    _change(server, model, "deploy", body | rollout, wait=not no_wait)
+    if rollout and not no_wait:
+        [found] = [entry for entry in server.ask("/v1/models")["models"] if entry["name"] == model]
+        typer.echo(_rollout_text(model, found["rollout"]))
+
+
+@server_command()
+def promote_command(
+    server: "Client",
+    model: Model,
+    accept: Annotated[bool, typer.Option("--accept", help="Also a version that its checks hold.")] = False,
+    fleet: Fleet = False,
+    no_wait: NoWait = False,
+) -> None:
+    """Let the version of MODEL's canary or shadow serve all requests."""
+    if fleet and accept:
+        raise errors.InvalidInputError("promoting on the fleet: got --accept, expected it without --fleet")
+    (_change_fleet if fleet else _change)(server, model, "promote", {"accept": True} if accept else {}, wait=not no_wait)
 
 
 @server_command()
@@ -152,6 +200,8 @@ def rollback_command(
     no_wait: NoWait = False,
 ) -> None:
     """Roll MODEL back to its previous version, and pin it to that: neither polling nor a restart deploys a newer one.
+
+    While a canary or shadow is under way, end it: the serving version serves on.
 
     With --fleet, every replica rolls back, and none deploys the withdrawn version until it is deployed by its number.
     """
@@ -247,6 +297,73 @@ def _change(server: "Client", model: str, verb: str, body: dict[str, Any], *, wa
     if "degraded" in change:
         hint = "" if verb == "refresh" else f"; `hps refresh {model}` refills lost rows immediately"
         typer.echo(f"{model}: degraded: {change['degraded']}{hint}")
+
+
+def _rollout_options(
+    canary: str,
+    shadow: str,
+    steps: str,
+    header: str,
+    max_error_rate: str,
+    max_p99_factor: float | None,
+    max_difference: float | None,
+) -> dict[str, Any]:
+    """Return the members of a request for a canary or shadow; none if it is not one."""
+    given: dict[str, Any] = {"max_p99_factor": max_p99_factor, "max_difference": max_difference, "header": header or None}
+    for key, text in (("canary", canary), ("shadow", shadow), ("max_error_rate", max_error_rate)):
+        given[key] = _share(text, f"--{key.replace('_', '-')}") if text else None
+    given["steps"] = [_step(part) for part in steps.split(",")] if steps else None
+    if given["steps"] and not (canary or shadow):
+        given["canary"] = given["steps"][0]["share"]
+    found = {key: value for key, value in given.items() if value is not None}
+    if found and not found.keys() & {"canary", "shadow"}:
+        raise errors.InvalidInputError(f"deploying: got {', '.join(found)}, expected it with --canary or --shadow")
+    return found
+
+
+def _share(text: str, option: str) -> float:
+    number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
+    try:
+        return float(number) / percent
+    except ValueError:
+        raise errors.InvalidInputError(f"reading {option}: got {text!r}, expected a share such as 5% or 0.05") from None
+
+
+def _step(text: str) -> dict[str, float]:
+    share, *limits = text.split(":")
+    step = {"share": _share(share.strip(), "--steps")}
+    for limit in limits:
+        unit = _UNITS_S.get(limit[-1:])
+        try:
+            if unit is None:
+                step["requests"] = int(limit)
+            else:
+                step["seconds"] = float(limit[:-1]) * unit
+        except ValueError:
+            raise errors.InvalidInputError(
+                f"reading --steps: got {limit!r}, expected a time such as 10m, or a number of requests"
+            ) from None
+    return step
+
+
+def _rollout_text(model: str, rollout: dict[str, Any]) -> str:
+    old, new = rollout["versions"]
+    if rollout["state"] in ("running", "loading"):
+        step = f", step {rollout['step']} of {len(rollout['steps'])}" if len(rollout["steps"]) > 1 else ""
+        state = f"gets {100 * rollout['share']:.3g} % of the requests{step}"
+    else:
+        by = f" by {rollout['by']}" if rollout["by"] else ""
+        reason = f": {rollout['reason']}" if rollout["reason"] else ""
+        state = f"is {rollout['state']}{by}{reason}"
+    figures = [
+        f"version {entry['version']} {count_text(entry['requests'])} requests, {entry['error_rate']:.2%} errors"
+        + ("" if entry["p99_ms"] is None else f", p99 {entry['p99_ms']:.2f} ms")
+        for entry in (old, new)
+    ]
+    compared = rollout["compared"]
+    if compared["difference"] is not None:
+        figures.append(f"{count_text(compared['requests'])} compared, difference {compared['difference']:.3g}")
+    return f"{model}: {rollout['mode']} of version {rollout['version']} {state}; {'; '.join(figures)}"
 
 
 def _change_fleet(server: "Client", model: str, verb: str, body: dict[str, Any], *, wait: bool) -> None:

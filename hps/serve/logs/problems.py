@@ -31,7 +31,7 @@ class Problem:
 
 
 def kind_of(text: str) -> str:
-    """Return the kind of a problem's text: without numbers, quoted strings, host names, paths, names with a dot, and lists of them."""
+    """Return a problem's text without numbers, quoted strings, host names, paths, dotted names, and lists of them."""
     return _LIST.sub("…", _WORD.sub(lambda word: "…" if _VARIES.search(word[0]) else word[0], _QUOTED.sub("…", text)))
 
 

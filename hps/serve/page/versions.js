@@ -53,17 +53,18 @@ function rollouts(model, now) {
 
 // The steps as a line of segments, and the time that is left.
 function progress(it) {
-  if (!it.steps?.length) return h("p.soft", {}, `no steps: ${portion(it.share)} until it is promoted or stopped${it.header ? `; sides by the header ${it.header}` : ""}`);
-  const current = it.steps[it.step - 1], left = Math.max(0, (current?.seconds ?? 0) - it.step_seconds);
-  const whole = left + it.steps.slice(it.step).reduce((sum, step) => sum + step.seconds, 0);
-  const line = h("ol.steps", {}, ...it.steps.map((step, i) => {
+  const header = it.header ? `; sides by the header ${it.header}` : "", steps = it.steps ?? [];
+  if (it.step >= steps.length) return h("p.soft", {}, `${portion(it.share)} until it is promoted or stopped${header}`);
+  const current = steps[it.step - 1], left = Math.max(0, current.seconds - it.step_seconds);
+  const whole = left + steps.slice(it.step).reduce((sum, step) => sum + step.seconds, 0);
+  const line = h("ol.steps", {}, ...steps.map((step, i) => {
     const part = h(`li.${i + 1 < it.step ? "done" : i + 1 === it.step ? "current" : "later"}`, {}, h("span", {}, portion(step.share)), h("i"));
     part.lastChild.style.setProperty("--done", `${i + 1 < it.step ? 100 : i + 1 === it.step && step.seconds ? Math.min(100, (100 * it.step_seconds) / step.seconds) : 0}%`);
     if (i + 1 === it.step) part.ariaCurrent = "step";
     return part;
   }));
-  const few = current?.requests ? `, at least ${count(current.requests)} requests` : "";
-  return h("div", {}, line, h("p.soft", {}, `step ${it.step} of ${it.steps.length}, ${clock(left)} left${few}; ${clock(whole)} until 100 %${it.header ? `; sides by the header ${it.header}` : ""}`));
+  const few = current.requests ? `, at least ${count(current.requests)} requests` : "";
+  return h("div", {}, line, h("p.soft", {}, `step ${it.step} of ${steps.length}, ${clock(left)} left${few}; ${clock(whole)} until ${portion(steps.at(-1).share)}${header}`));
 }
 
 function sides(it) {

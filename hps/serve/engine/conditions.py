@@ -106,7 +106,12 @@ def _unread(model: ModelStatistics) -> Iterator[Condition]:
 
 
 def _trials(model: ModelStatistics, failure: str) -> Iterator[Condition]:
-    """Yield a condition for each held version, or else for a failed deployment."""
+    """Yield a condition for a version that was rolled back by itself, each held version, or else for a failed deployment."""
+    rollout = model.rollout or {}
+    if rollout.get("state") == "rolled back" and rollout["reason"]:
+        yield Condition(
+            "warning", "rolled back", f"the {rollout['mode']} of version {rollout['version']}: {rollout['reason']}", model.name
+        )
     held = {version for version, state in model.versions if state == "held"}
     for checks in model.checks:
         if checks.version in held:

@@ -40,7 +40,7 @@ function rollouts(model, now) {
   const it = model.rollout;
   if (!it) return [];
   const ended = Date.parse(it.since) / 1000 + it.seconds, running = it.state === "running";
-  if (!running && now - ended > RECENT_S) return [];
+  if (!running && !it.reason && now - ended > RECENT_S) return [];
   const isHeld = model.versions.some(([version, state]) => version === it.version && state === "held");
   const kind = running ? "now" : it.state === "promoted" ? "good" : it.state === "rolled back" ? "bad" : "fair";
   const about = `version ${it.version} beside ${it.serving}, ${running ? `for ${time(it.seconds)}` : `${ago(now - ended)}, by ${it.by || "itself"}`}`;

@@ -29,7 +29,9 @@ def database(available: bool) -> TierStatistics:
     return tier("persistent_db", available=available)
 
 
-def served(*tables: tuple[bool, ...], held: bool = False, lag_s: float | None = 0.0) -> ServerStatistics:
+def served(
+    *tables: tuple[bool, ...], held: bool = False, lag_s: float | None = 0.0, rollout: dict[str, str] | None = None
+) -> ServerStatistics:
     """Statistics of a model whose tables have a cache, and databases that are available or not."""
     found = tuple(
         TableStatistics(f"table{number}", 4, 1, 0, 0, 0, 0, "", (tier("embedding_cache"), *map(database, available)))
@@ -38,7 +40,7 @@ def served(*tables: tuple[bool, ...], held: bool = False, lag_s: float | None = 
     failed = (FailedCheck("vectors", "item", "hold", "alignment 0.01"), FailedCheck("scores", "", "hold", "correlation -1"))
     checks = (VersionChecks("8", "held", "7", 0.0, 1.0, 3, 0, failed), VersionChecks("7", "passed", "6", 0.0, 1.0, 4, 0, ()))
     versions = (("7", "serving"), ("8", "held" if held else "kept"))
-    model = ModelStatistics("ads", "7", versions, 0.0, Latency(), {}, 1, 0, found, checks=checks)
+    model = ModelStatistics("ads", "7", versions, 0.0, Latency(), {}, 1, 0, found, checks=checks, rollout=rollout)
     return ServerStatistics("0", 0.0, 0, (model,), (), {}, {"ads.item": lag_s})
 
 
@@ -53,6 +55,8 @@ CAUSES = "vectors of item: alignment 0.01; scores: correlation -1"
 HELD = ("warning", "version held", "ads", f"version 8 is held by its checks: {CAUSES}")
 KEPT_ON = ("warning", "deploy failed", "ads", "version 7 serves on; the last deployment failed: no file")
 UNREAD = "no database answers for table1: lookups of keys that the cache lacks fail"
+ROLLED_BACK = {"mode": "canary", "state": "rolled back", "version": "8", "reason": "p99 of version 8 is 9 ms"}
+BACK = ("warning", "rolled back", "ads", "the canary of version 8: p99 of version 8 is 9 ms")
 FAILED = ModelStatus(name="feed", state="failed", percent=0, reason="no such file", tables=[])
 
 
@@ -66,6 +70,9 @@ FAILED = ModelStatus(name="feed", state="failed", percent=0, reason="no such fil
         ({"server": served(held=True)}, [HELD]),
         ({"server": served(held=True), "failures": {"ads": "it is held"}}, [HELD]),
         ({"server": served(), "failures": {"ads": "no file"}}, [KEPT_ON]),
+        ({"server": served(rollout=ROLLED_BACK)}, [BACK]),
+        ({"server": served(rollout={**ROLLED_BACK, "reason": ""})}, []),  # a person did it
+        ({"server": served(rollout={**ROLLED_BACK, "state": "running"})}, []),
         ({"server": served(lag_s=60.0)}, []),
         ({"server": served(lag_s=60.5)}, [("warning", "updates late", "", "behind the log of updates: ads.item 60 s")]),
         ({"models": [FAILED]}, [("error", "model failed", "feed", "no such file")]),

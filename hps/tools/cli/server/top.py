@@ -89,6 +89,7 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
         load = f"{service['pending']} lookups under way, {size_text(service['held_bytes'])} held for clients"
         parts.append(Text(f"{service['fronts']} fronts: {service['connections']} connections, {load}"))
         parts.append(_models(now, before, seconds))
+        parts += [_rollout(model["name"], rollout) for model in server["models"] if (rollout := model["rollout"])]
         for device in server["devices"]:
             name = "CPU" if device["device"] == "cpu" else f"GPU {device['device']}"
             free = (
@@ -139,6 +140,22 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
             ", ".join(f"{_TIERS.get(stage, stage)} {stage_times[stage] / total_s:.0%}" for stage in slowest),
         )
     return table
+
+
+def _rollout(model: str, rollout: _Answer) -> "RenderableType":
+    """Render a canary or shadow: its state, and the figures of both versions since its start."""
+    from rich.console import Group
+    from rich.text import Text
+
+    running = rollout["state"] == "running"
+    state = f"{100 * rollout['share']:.3g} % of the requests, step {rollout['step']} of {len(rollout['steps'])}"
+    reason = f": {rollout['reason']}" if rollout["reason"] else ""
+    title = f"{model}: {rollout['mode']}, {state if running else rollout['state'] + reason}"
+    table = _table(f"  {rollout['mode']}", "requests", "errors", "p50", "p99")
+    for side in rollout["versions"]:
+        times = ("-" if (ms := side[name]) is None else _time(ms / 1e3) for name in ("p50_ms", "p99_ms"))
+        table.add_row(f"  version {side['version']}", count_text(side["requests"]), f"{side['error_rate']:.1%}", *times)
+    return Group(Text(title, "" if running or not reason else "yellow"), table)
 
 
 @dataclass(frozen=True)

@@ -58,3 +58,20 @@ def test_conditions_are_below_the_state_and_problems_are_folded():
     times = [time.strftime("%H:%M:%S", time.localtime(at)) for at in (9, 1)]
     assert lines.count(f"{times[0]} warning (148 times since {times[1]}): reads of volatile_db failed") == 8
     assert "2 more kinds of problems" in lines
+
+
+def test_both_versions_of_a_canary_have_their_figures():
+    screen = Console(width=120, record=True, file=io.StringIO())
+    now = answer(2.0, 2000)
+    old, new = ({"version": version, "requests": 900, "error_rate": 0.0, "p50_ms": 0.3, "p99_ms": 1.5} for version in "12")
+    rollout = {"mode": "canary", "state": "running", "share": 0.25, "step": 1, "steps": [{}, {}], "reason": ""}
+    now["server"]["models"][0]["rollout"] = {**rollout, "versions": [old, {**new, "error_rate": 0.5, "p50_ms": None}]}
+    screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
+    lines = [" ".join(line.split()) for line in screen.export_text().splitlines()]
+    assert lines[lines.index("m: canary, 25 % of the requests, step 1 of 2") :][2:4] == [
+        "version 1 900 0.0% 300 us 1.5 ms",
+        "version 2 900 50.0% - 1.5 ms",
+    ]
+    now["server"]["models"][0]["rollout"] |= {"state": "rolled back", "reason": "p99 of version 2 is 9 ms"}
+    screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
+    assert "m: canary, rolled back: p99 of version 2 is 9 ms" in screen.export_text()

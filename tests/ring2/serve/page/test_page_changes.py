@@ -3,8 +3,10 @@
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +236,6 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
         expect(rows.nth(3)).to_have_text("p991.10 ms1.16 ms≤ × 2")
         expect(card.locator("td.bad")).to_have_count(0)
         assert tab.evaluate("document.documentElement.scrollWidth") == width
-        if width > 390:
-            picture(tab, "page-canary")
         for button in actions.all():
             change(button)
         more["versions"] = [ROLLOUT["versions"][0], {**ROLLOUT["versions"][1], "p99_ms": 2.3, "error_rate": 0.5}]
@@ -266,3 +266,52 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
         ("fleet", {"change": "rollback"}),
         ("fleet", {"change": "canary", "canary": 0.05}),
     ]
+
+
+def test_a_canary_is_run_and_ended_from_the_page(tab: Page, service: RunningService) -> None:
+    asked = count()
+
+    def look_up(number: int) -> Counter[str]:
+        body = {"inputs": [{"name": "item", "datatype": "INT64", "shape": [1], "data": [7]}]}
+        place = "/v2/models/shop/infer"
+        answers = (service.client.post(place, json=body, headers={"x-user-id": str(next(asked))}) for _ in range(number))
+        return Counter(answer.json()["model_version"] for answer in answers)
+
+    def start(mode: str, share: str, steps: str = "") -> None:
+        tab.locator("[data-model=shop] [data-act=canary]").click()
+        tab.select_option("#act-fields [name=mode]", mode)
+        for name, text in (("version", "2"), ("share", share), ("steps", steps)):
+            tab.fill(f"#act-fields [name={name}]", text)
+        if tab.locator("#act-secret").is_visible():
+            tab.fill("#act-token", ADMIN)
+        tab.click("#act-do")
+        expect(tab.locator("#act")).to_be_hidden()
+
+    tab.goto(service.url)
+    start("canary", "25", "25%:20m,50%:20m,100%")
+    card, outcome = tab.locator("[data-trial=shop]"), tab.locator("#outcome")
+    expect(card.locator(".chip")).to_have_text("canary 25 %")
+    expect(card).to_contain_text("step 1 of 3")
+    versions = look_up(400)
+    assert versions["2"] > 0
+    assert versions["1"] > versions["2"]
+    requests = card.locator("tbody tr").first
+    expect(requests).to_contain_text(f"requests{versions['1']}{versions['2']}")
+    picture(tab, "page-canary")
+    card.locator("[data-act=stop]").click()
+    tab.click("#act-do")
+    expect(outcome).to_have_text(re.compile("^Stop version 2 of shop: done .* version 1 serves$"))
+    expect(card.locator(".chip")).to_have_text("canary rolled back")
+    expect(card).to_contain_text("admin token")
+    expect(tab.locator("#state")).to_have_text("ready")  # a person did it
+    assert look_up(50) == {"1": 50}
+    start("shadow", "100")
+    expect(card.locator(".chip")).to_have_text("shadow 100 %")
+    expect(card).to_contain_text("100 % until it is promoted or stopped")
+    assert look_up(50) == {"1": 50}
+    expect(card).to_contain_text("requests answered by both")
+    card.locator("[data-act=promote]").click()
+    tab.click("#act-do")
+    expect(outcome).to_have_text(re.compile("^Promote version 2 of shop: done .* version 2 serves$"))
+    expect(card.locator(".chip")).to_have_text("shadow promoted")
+    assert look_up(50) == {"2": 50}

@@ -49,15 +49,19 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def _title(name: str) -> str:
+    return slug((_ROOT / "docs" / name).read_text().partition("\n")[0].removeprefix("# "))
+
+
 def _keep_links_within(tokens: list[Token]) -> None:
     kept = True
     for token in tokens:
         if token.type == "link_open":
             target, _, anchor = str(token.attrs["href"]).partition("#")
             kept = target in ("", *PAGES)
-            token.attrs = {"href": f"#{anchor or slug(target.removesuffix('.md'))}"}
+            token.attrs = {"href": f"#{anchor or _title(target)}"} if kept else {}
         if token.type in ("link_open", "link_close") and not kept:
-            token.tag, token.attrs = "span", {}
+            token.tag = "span"
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ FOLLOWED = {
     "hps models": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
     "hps promote": "tests/ring2/versions/test_canary.py::test_the_commands_begin_change_and_end_a_canary",
     "hps rollback": "tests/ring2/versions/test_canary.py::test_the_commands_begin_change_and_end_a_canary",
+    "hps record": "tests/ring2/versions/test_version_checks.py::test_recorded_requests_are_written_by_the_command_for_the",
     "hps seal": "tests/ring1/models/test_sealed_models.py::test_what_errors_say_writes_a_file_again",
     "hps unpin": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
 }

@@ -2,7 +2,7 @@
 
 A request that a rollout compares is sent to the other version once its own answer is on its way. Its slot has its keys and its
 answer, and is freed when both versions have answered, so that nothing is copied on the way of the answer. One such request is
-under way at a time, and at most a hundred a second begin while clients wait for answers; further ones wait in a queue that is
+under way at a time, and at most fifty a second begin while clients wait for answers; further ones wait in a queue that is
 bounded in number and bytes, and is emptied as soon as another request finds no slot.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hps.serve.frontend.exchange import EngineExchange
 
 _log = logging.getLogger(__name__)
-_BUSY_PAUSE_S: Final = 0.01
+_BUSY_PAUSE_S: Final = 0.02
 
 
 class Comparisons:

@@ -114,7 +114,7 @@ def test_few_begin_while_clients_wait_and_a_failure_is_counted_and_frees_the_slo
     loop.soon.pop()()
     assert rollout.counts.compared.failed == 1, "the first one is posted at once, and its body is refused"
     [(delay_s, resume)] = loop.later
-    assert delay_s == pytest.approx(0.01)
+    assert delay_s == pytest.approx(0.02)
     loop.now += delay_s
     resume()
     assert (rollout.counts.compared.failed, exchange.slots.used, exchange.shared) == (2, 0, set())

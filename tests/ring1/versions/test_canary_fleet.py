@@ -40,7 +40,7 @@ def serving_json(home: Path) -> dict[str, Any]:
     return found
 
 
-def test_replicas_begin_and_promote_a_canary_together_and_select_the_same_users(
+def test_replicas_begin_and_change_a_canary_together_and_select_the_same_users(
     replicas: list[hps.HPS], write: Write, home: Path
 ) -> None:
     one, other = replicas
@@ -62,6 +62,13 @@ def test_replicas_begin_and_promote_a_canary_together_and_select_the_same_users(
     follow(one, other)
     assert [ended(server) for server in replicas] == [("running", "")] * 2
     assert answering(one, 100)["2"] > few["2"]
+
+
+def test_replicas_promote_a_canary_together_and_roll_back(replicas: list[hps.HPS], write: Write, home: Path) -> None:
+    one, other = replicas
+    write(2, retrained())
+    one.change_fleet("ranker", "canary", canary=0.25)
+    follow(one, other)
     one.change_fleet("ranker", "promote")
     assert "rollout" not in serving_json(home)
     assert serving_json(home)["format"] == 1, "releases before canaries can read it again"

@@ -1,10 +1,10 @@
 """What a canary and a shadow cost the clients: times of lookups with and without one, in turns.
 
 One service with one frontend process and 32 clients, which send `rate` lookups a second altogether, whatever the answers
-take. The modes take turns, in another order each round, for two seconds each after a second that does not count. Since the machine may
-do other things, `p50_us` and `p99_us` are the first quartiles of those of the rounds, and `p50_ratio` and `p99_ratio` their
-quotients by those of the mode `none`. Every answer is compared with the version that it names; with a shadow that must be the
-serving one.
+take. The modes take turns, in another order each round, for two seconds each after a second that does not count. Since the
+machine may do other things, `p50_us` and `p99_us` are the first quartiles of those of the rounds, and `p50_ratio` and
+`p99_ratio` their quotients by those of the mode `none`. Every answer is compared with the version that it names; with a shadow
+that must be the serving one.
 """
 
 import json

@@ -2,13 +2,14 @@
 
 A request that a rollout compares is sent to the other version once its own answer is on its way. Its slot has its keys and its
 answer, and is freed when both versions have answered, so that nothing is copied on the way of the answer. One such request is
-under way at a time, and at most a hundred a second begin while clients wait for answers; further ones wait in a queue that is
+under way at a time, and at most fifty a second begin while clients wait for answers; further ones wait in a queue that is
 bounded in number and bytes, and is emptied as soon as another request finds no slot.
 """
 
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from hps.errors import HPSError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from hps.serve.frontend.exchange import EngineExchange
 
 _log = logging.getLogger(__name__)
-_BUSY_PAUSE_S: Final = 0.01
+_BUSY_PAUSE_S: Final = 0.02
 
 
 class Comparisons:
@@ -33,10 +34,12 @@ class Comparisons:
     It is the `Requester` of what it posts.
 
     Args:
-        loop: the event loop.
+        loop: returns the event loop.
     """
 
-    def __init__(self, exchange: "EngineExchange", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, exchange: "EngineExchange", loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.get_running_loop
+    ) -> None:
         self._exchange = exchange
         self._loop = loop
         self._began = 0.0  # the last one
@@ -56,7 +59,7 @@ class Comparisons:
         self._bytes += size
         self._queue.append(_Compared(rollout, lookup, lookup.slot, size))
         if self._current is None and len(self._queue) == 1:
-            self._loop.call_soon(self._next)
+            self._loop().call_soon(self._next)
 
     def drop_all(self) -> bool:
         """Drop what waits, for requests that need its memory; return whether there was any."""
@@ -70,10 +73,10 @@ class Comparisons:
     def _next(self) -> None:
         """Post the next request to the other version; while clients wait for answers, not too soon after the last one."""
         while self._queue and self._current is None and not self._waits:
-            now = self._loop.time()
+            now = self._loop().time()
             if self._exchange.pending and now < self._began + _BUSY_PAUSE_S:
                 self._waits = True
-                self._loop.call_later(self._began + _BUSY_PAUSE_S - now, self._resume)
+                self._loop().call_later(self._began + _BUSY_PAUSE_S - now, self._resume)
                 return
             self._began = now
             compared = self._current = self._queue.popleft()
@@ -124,7 +127,7 @@ class Comparisons:
         compared.second = None
         self._release(compared)
         if self._queue:
-            self._loop.call_soon(self._next)
+            self._loop().call_soon(self._next)
 
     def _release(self, compared: "_Compared") -> None:
         self._bytes -= compared.size

@@ -148,6 +148,7 @@ class EngineExchange:
         self.segments = Segments()  # shared memory of clients
         self.pending: dict[int, Lookup] = {}  # posted lookups, by slot
         self._waiting: deque[tuple[Lookup, Requester]] = deque()
+        self.comparisons = Comparisons(self)
         self._shared_slots: set[int] = set()  # with two users: the requester that sends the answer, and a comparison
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
@@ -162,7 +163,6 @@ class EngineExchange:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.comparisons = Comparisons(self, loop)
         loop.add_reader(self._event, self._woken)
         self._arm()
 

@@ -19,7 +19,7 @@ class Window:
     """The counts of the last seconds of a rollout. *Immutable.*
 
     Attributes:
-        slices: returns the counts of successive parts of it, of half a second each.
+        slices: returns the counts of successive parts of it, of a second each.
     """
 
     seconds: float

@@ -29,7 +29,7 @@ from hps.versions.live_models import LiveModels
 
 _log = logging.getLogger(__name__)
 ITSELF: Final = "itself"
-_TICK_S: Final = 0.5
+_TICK_S: Final = 1.0
 _MOST_CRASHES: Final = 3
 _WINDOWS_S: Final = (5.0, 60.0)  # beside the current step
 

@@ -54,7 +54,7 @@ def start(tmp_path):
 
 def apply(server, keys, written_us, version=1):
     """Apply changes of a log that were written then."""
-    times = np.broadcast_to(np.asarray(written_us, np.int64), keys.shape).copy()
+    keys, times = keys.copy(), np.broadcast_to(np.asarray(written_us, np.int64), keys.shape).copy()
     return server.model("m").apply(0, RowChanges(keys, vectors_of(keys, version), times), {})
 
 

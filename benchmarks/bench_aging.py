@@ -104,7 +104,7 @@ def _expiry(report: Report, tiers: str, rows: int) -> None:
     with scratch("aging") as directory, _server(directory, tiers, TTL_S, rows) as server:
         began = time.perf_counter()
         _write(server, rows // 10, time.time_ns() // 1000, first=rows)  # these stay
-        lead_s = IDLE_S + 20 * (time.perf_counter() - began)
+        lead_s = IDLE_S + 40 * (time.perf_counter() - began)
         expires_us = time.time_ns() // 1000 + round(lead_s * 1e6)
         _write(server, rows, expires_us - round(TTL_S * 1e6))
         if time.time_ns() // 1000 > expires_us - 2_000_000:

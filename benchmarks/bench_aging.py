@@ -28,9 +28,7 @@ BATCH = 1 << 16
 IDLE_S = 5.0
 TIERS = {
     "hash_map": ("hash_map", None),
-    "rocks_db": ("disabled", "rocks_db"),
     "hash_map/rocks_db": ("hash_map", "rocks_db"),
-    "row_files": ("disabled", "row_files"),
 }
 
 

@@ -28,9 +28,7 @@ BATCH = 1 << 16
 IDLE_S = 5.0
 TIERS = {
     "hash_map": ("hash_map", None),
-    "rocks_db": ("disabled", "rocks_db"),
     "hash_map/rocks_db": ("hash_map", "rocks_db"),
-    "row_files": ("disabled", "row_files"),
 }
 
 
@@ -78,11 +76,11 @@ def _vectors(keys: np.ndarray) -> np.ndarray:
     return (keys[:, None] % 1000 + np.arange(1, DIM + 1)).astype(np.float32)
 
 
-def _write(server: hps.HPS, rows: int, written_us: int) -> None:
+def _write(server: hps.HPS, rows: int, written_us: int, first: int = 0) -> None:
     deployment = server.model("m")
     deployment.chain.follow_log(deployment.tables[0])
-    for start in range(0, rows, BATCH):
-        keys = np.arange(start, min(start + BATCH, rows))
+    for start in range(first, first + rows, BATCH):
+        keys = np.arange(start, min(start + BATCH, first + rows))
         deployment.apply(0, RowChanges(keys, _vectors(keys), np.full(keys.size, written_us)), {})
 
 
@@ -103,8 +101,8 @@ def _expiry(report: Report, tiers: str, rows: int) -> None:
     rng = np.random.default_rng(report.seed)
     with scratch("aging") as directory, _server(directory, tiers, TTL_S, rows) as server:
         began = time.perf_counter()
-        _write(server, rows // 10, time.time_ns() // 1000)
-        lead_s = IDLE_S + 20 * (time.perf_counter() - began)
+        _write(server, rows // 10, time.time_ns() // 1000, first=rows)  # these stay
+        lead_s = IDLE_S + 40 * (time.perf_counter() - began)
         expires_us = time.time_ns() // 1000 + round(lead_s * 1e6)
         _write(server, rows, expires_us - round(TTL_S * 1e6))
         if time.time_ns() // 1000 > expires_us - 2_000_000:

@@ -43,7 +43,8 @@ _EVERY_S: Final = 0.1  # between two rounds of the sweeper
 _MARGIN_US: Final = 100_000  # of the grace
 _HIDE_US: Final = 300_000  # behind, after which remaining rows are hidden
 _MANY_ROWS: Final = 8192  # more are hidden before they are removed from a database outside this process's memory
-_PIECE_ROWS: Final = 1 << 15  # writers of the table wait while these are removed
+_PIECES: Final = (1 << 12, 1 << 15)  # least and most rows to remove at once: writers of the table wait meanwhile
+_FAST_S, _SLOW_S = 0.1, 0.3  # a piece that takes less, or more, is followed by a larger, or smaller, one
 _MOST_CHANGES: Final = 1 << 22  # in a calendar; 64 MiB
 _SHARE: Final = 8  # of a table's rows, one in so many may be in the calendar if that is more
 _READING_S: Final = 0.05  # of a round for reading a database again
@@ -75,6 +76,7 @@ class _AgingTable:
     swept: int = 0  # no row with a change up to this time is left
     due: KeyArray = field(default_factory=lambda: np.empty(0, np.int64))  # taken from the calendar, perhaps expired; ascending
     hidden: bool = False
+    piece_rows: int = 1 << 12
     reading: Iterator[tuple[KeyArray, IndexArray]] | None = None  # of the database, for the calendar
     reading_began_us: int = 0
     reading_us: int = 0  # duration of the last reading
@@ -242,9 +244,15 @@ class RowAging:
             if table.due.size > _MANY_ROWS and not self._chain.databases[-1].in_process:
                 until = self._hide(table)
             while table.due.size:
-                expired = self._tiers.expire(table.index, table.due[:_PIECE_ROWS], until)
+                began = time.monotonic()
+                expired = self._tiers.expire(table.index, table.due[: table.piece_rows], until)
                 self._count(table, expired.removed)
-                table.due = table.due[_PIECE_ROWS:]
+                table.due = table.due[table.piece_rows :]
+                spent_s, (least, most) = time.monotonic() - began, _PIECES
+                if spent_s > _SLOW_S:
+                    table.piece_rows = max(least, table.piece_rows // 2)
+                elif spent_s < _FAST_S:
+                    table.piece_rows = min(most, table.piece_rows * 2)
                 if self._now() - table.ttl_us - until > _HIDE_US:
                     until = self._hide(table)
         except HPSError:

@@ -32,7 +32,7 @@ def test_views_of_a_message_are_copied():
     assert calendar.take(6).tolist() == [1, 2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=12), max_size=12), st.integers(4, 30))
 def test_what_was_dropped_for_want_of_room_is_read_again_before_its_time(batches, most):
     """Changes come in any order; the list of all stands for the database."""

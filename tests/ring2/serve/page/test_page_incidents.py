@@ -151,6 +151,9 @@ def test_a_dead_redis_fits_three_screens_of_a_phone_until_it_is_back(
         printed = top.communicate(timeout=PATIENCE_S)[0]
         assert printed.splitlines()[1].startswith("degraded: redis_cluster")
         assert printed.count("reads of volatile_db (redis_cluster)") == 1
+        tab.click(".condition a")
+        expect(tab.locator("h3:target")).to_have_text("HPSDegraded")
+        tab.go_back()
         site.redis.start()
         expect(tab.locator("#state")).to_have_text("ready", timeout=1000 * PATIENCE_S)
         expect(tab.locator(".condition")).to_have_count(0)

@@ -12,6 +12,18 @@ from hps.serve.protocol.schemas import ModelStatus
 from hps.statistics.metrics import TIERS
 from hps.statistics.snapshot import ModelStatistics, ServerStatistics
 
+RUNBOOKS: Final = {
+    "not ready": "a-replica-is-not-ready",
+    "restart needed": "hpsthreadended",
+    "lookups fail": "hpstierskipped",
+    "model failed": "hpsmodelnotready",
+    "degraded": "hpsdegraded",
+    "rolled back": "a-bad-version",
+    "version held": "hpsversionheld",
+    "deploy failed": "hpsdeployfailed",
+    "updates late": "hpsupdateslate",
+}
+"""The heading of the page at `/runbooks`, by the name of a condition."""
 _EVERY_S: Final = 5.0
 _LATE_S: Final = 60.0  # as in the alert HPSUpdatesLate
 
@@ -25,6 +37,7 @@ class Condition:
     text: str  # what is wrong, where, and why
     model: str = ""  # empty if it is of the server
     since_s: float = 0.0  # first seen without a gap, in seconds since 1970
+    runbook: str = ""  # one of `RUNBOOKS`
 
 
 def conditions(
@@ -94,7 +107,8 @@ class ConditionWatch:
         )
         with self._lock:
             self._since = {key: self._since.get(key, now_s) for key in ((entry.name, entry.model) for entry in found)}
-            return [replace(entry, since_s=self._since[entry.name, entry.model]) for entry in found]
+            since = self._since
+            return [replace(it, since_s=since[it.name, it.model], runbook=RUNBOOKS[it.name]) for it in found]
 
 
 def _unread(model: ModelStatistics) -> Iterator[Condition]:

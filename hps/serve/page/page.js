@@ -164,7 +164,7 @@ function tiles(figures) {
 
 function condition(found, now) {
   const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${found.level === "warning" ? "; answers are right" : ""}`;
-  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.model ? `${found.model}: ${found.name}` : found.name), h("span.soft", {}, since)), h("p", {}, found.text));
+  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.model ? `${found.model}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")), h("p", {}, found.text));
 }
 
 const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");

@@ -1,11 +1,12 @@
 """What is wrong with a server, worst first, and since when."""
 
+from importlib import resources
 from typing import Any
 
 import pytest
 
 import hps
-from hps.serve.engine.conditions import ConditionWatch, conditions
+from hps.serve.engine.conditions import RUNBOOKS, ConditionWatch, conditions
 from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.protocol.schemas import ModelStatus
 from hps.statistics.snapshot import (
@@ -87,6 +88,16 @@ def test_the_worst_condition_is_the_first() -> None:
     server = served((False,), held=True, lag_s=99.0)
     names = [name for _, name, *_ in found(server=server, not_ready="a", broken="b", degraded="c")]
     assert names == ["not ready", "restart needed", "lookups fail", "degraded", "version held", "updates late"]
+
+
+def test_every_condition_has_a_runbook() -> None:
+    server = served((False,), held=True, lag_s=99.0, rollout=ROLLED_BACK)
+    given = {"not_ready": "a", "broken": "b", "degraded": "c"}
+    entries = found(server=server, **given) + found(models=[FAILED]) + found(server=served(), failures={"ads": "d"})
+    names = {name for _, name, *_ in entries}
+    assert names == set(RUNBOOKS)
+    page = (resources.files("hps.serve") / "page" / "runbooks.html").read_text()
+    assert [place for place in RUNBOOKS.values() if f' id="{place}">' not in page] == []
 
 
 def test_a_condition_lasts_since_it_was_seen_without_a_gap() -> None:

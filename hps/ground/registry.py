@@ -66,6 +66,10 @@ IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
         "s3": BuiltIn("hps.filesystems.s3:S3FileSystem"),
         "s3a": BuiltIn("hps.filesystems.s3:S3FileSystem"),
         "gs": BuiltIn("hps.filesystems.gcs:GcsFileSystem", install_hint("gcs")),
+        **{
+            scheme: BuiltIn("hps.filesystems.azure:AzureFileSystem", install_hint("azure"))
+            for scheme in ("abfs", "abfss", "az", "wasb", "wasbs")
+        },
     },
     "update_log": {
         "kafka_message_queue": BuiltIn(
@@ -90,6 +94,9 @@ IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
         "int32_keys": BuiltIn("hps.models.formats.raw_dumps:Int32Keys"),
         "torcheasyrec": BuiltIn("hps.models.formats.numpy_files:NpzShards"),
         "torcheasyrec_delta": BuiltIn("hps.models.formats.parquet:DeltaParquet", install_hint("import")),
+    },
+    "transform": {
+        "fnv1a": BuiltIn("hps.tensors.strings:hash_texts"),
     },
     "network": {
         "pt2": BuiltIn("hps.networks.torch_networks:ExportedProgram", install_hint("torch")),
@@ -185,6 +192,8 @@ def _from_package(kind: str, name: str) -> Any:
         raise MissingDependencyError(f"{place} cannot be imported: {error}; install what the package needs") from error
     except Exception as error:
         raise ConfigError(place, [f"cannot be imported: {error!r}; install a version that works"]) from error
+    if kind not in _BASES:  # functions
+        return found
     base = _attribute(_BASES[kind])
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(place, [f"got {found!r}, expected a subclass of {_BASES[kind]}"])

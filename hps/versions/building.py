@@ -26,7 +26,8 @@ from hps.models.loading.warm_up import DatabaseRows, WarmUpSource, warm_up
 from hps.models.sources import ModelSources
 from hps.scoring.deployed import OpenedNetwork
 from hps.statistics.metrics import Metrics
-from hps.stores.base import Database, PersistentDatabase
+from hps.stores.base import UNBOUNDED_ROWS, Database, PersistentDatabase
+from hps.tensors.transforms import Transform
 from hps.types import TableSpec
 from hps.versions.cache_sizes import RESIDENT, cache_capacities, index_sizes, is_direct, is_static, not_shared, usable_sharing
 from hps.versions.catalog import ModelVersion
@@ -64,10 +65,12 @@ def load_deployment(
         chain, targets = _resident(targets, chain.metrics)
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
-    targets = replace(targets, max_nonfinite_rows=config.max_nonfinite_rows)
+    counts = config.checks.enabled and config.checks.finite.policy != "refuse"  # and does not refuse: the check judges
+    targets = replace(targets, max_nonfinite_rows=UNBOUNDED_ROWS if counts else config.max_nonfinite_rows)
     _refuse_shared_share(config, chain)
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
+    check_transform(config, targets.sources)
     network = _open_network(version, targets.sources, cache_class)
     try:
         _check_room(config, tables, loads, targets, chain, None if is_direct(config, cache_class) else cache_class)
@@ -105,11 +108,13 @@ def load_deployment(
             chain,
             rows,
             fingerprints,
+            tuple(report.nonfinite_rows for report in reports),
             build,
             log_starts=starts,
             log_positions=positions,
             network=network,
         )
+        deployment.start_aging()
         _mark_complete(deployment)
         share = config.share
         chain.metrics.model_shard.labels(config.model).set(share.index if share else 0)
@@ -132,6 +137,16 @@ def _refuse_shared_share(config: ModelConfig, chain: DatabaseChain) -> None:
                 f"deploying model {config.model!r}",
                 [f"shard: got {config.share}, expected none with {database.kind}, whose tables all servers share"],
             )
+
+
+def check_transform(config: ModelConfig, sources: ModelSources) -> None:
+    """Check that the transform of an entry can be used.
+
+    Raises:
+        ConfigError: it cannot be imported, or is code that `model_source.trust` does not allow.
+    """
+    if config.transform is not None:
+        Transform(config.transform, config.model, trusted=sources.trusted)
 
 
 def _open_network(version: ModelVersion, sources: ModelSources, cache_class: type[EmbeddingCache]) -> OpenedNetwork | None:
@@ -170,6 +185,7 @@ def reconfigure(current: Deployment, config: ModelConfig) -> Deployment:
             for index, table in enumerate(successor.tables):
                 successor.chain.settle(table)
                 refresh(cache, index, table, successor.chain, config.cache_refresh_percentage_per_iteration)
+        successor.start_aging()
         _mark_complete(successor)
     except BaseException:
         current.successors.remove(successor)

@@ -25,6 +25,8 @@ from hps.models.repository import (
     version_files,
 )
 from hps.models.sources import ModelSources
+from hps.versions.canary.plan import RolloutPlan
+from hps.versions.checks.documents import CheckDocuments
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, next_document
 from hps.versions.pins import Pins
@@ -51,12 +53,19 @@ class ModelCatalog:
     Attributes:
         pins: the versions chosen on this replica, which override the `version_policy`.
         fleet: the serving documents, which override pins on all replicas.
+        checks: the reports of checks, which say what was held and accepted.
         problems: errors of the last scan, by model.
     """
 
     def __init__(
-        self, configuration: Configuration, sources: ModelSources, pins: Pins | None = None, fleet: Fleet | None = None
+        self,
+        configuration: Configuration,
+        sources: ModelSources,
+        pins: Pins | None = None,
+        fleet: Fleet | None = None,
+        checks: CheckDocuments | None = None,
     ) -> None:
+        self.checks = checks or CheckDocuments(sources)
         self.pins = pins or Pins()
         self.fleet = fleet or Fleet(sources)
         self._sources = sources
@@ -256,11 +265,14 @@ class ModelCatalog:
         except UnknownModelError:
             return None
 
-    def change_fleet(self, name: str, by: FleetChange, version: str | None, serving: str) -> ServingDocument:
+    def change_fleet(
+        self, name: str, by: FleetChange, version: str | None, serving: str, rollout: RolloutPlan | None = None
+    ) -> ServingDocument:
         """Write what the fleet serves of a model; see `HPS.change_fleet`.
 
         Args:
             serving: the version that serves on this replica; empty if none.
+            rollout: as for `next_document`.
         """
         model = self.model(name)
         if not model.version_path:
@@ -271,7 +283,7 @@ class ModelCatalog:
         versions = self.versions(name)
 
         def change(known: ServingDocument | None) -> ServingDocument:
-            return next_document(known, by, version, serving, versions, model.version_policy)
+            return next_document(known, by, version, serving, versions, model.version_policy, rollout)
 
         return self.fleet.write(name, model.version_path, change)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from hps.cache.base import EmbeddingCache, HostTableReads, leader_of
 from hps.configuration.load import ModelConfig
+from hps.engine.aging import RowAging
 from hps.engine.chain import DatabaseChain
 from hps.engine.misplaced import refuse_misplaced
 from hps.engine.refresh import RefreshReport
@@ -36,9 +37,11 @@ from hps.models.files import joint_fingerprint
 from hps.models.loading.warm_up import last_rows
 from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.statistics.metrics import TIERS
-from hps.stores.base import LogPosition, Partition, RowChanges
+from hps.stores.base import ExpiredRows, LogPosition, Partition, RowChanges
 from hps.tensors.dlpack import cuda_device_of
-from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.tensors.transforms import Transform
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
+from hps.versions.checks.report import CheckReport
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class StoredRow:
 
 @dataclass(eq=False)
 class Deployment:
-    """One version of a model in service. *Thread-safe.* Only `successors` and `stop_following` change, in place.
+    """One version of a model in service. *Thread-safe.* Only `successors`, `stop_following` and `checks` change, in place.
 
     Attributes:
         tables: its tables, in the order of their ids.
@@ -81,6 +84,7 @@ class Deployment:
         chain: the host tiers that hold its tables.
         rows: row count of each table's files.
         fingerprints: fingerprint of each table's files.
+        nonfinite_rows: rows of each table's files with an infinity or NaN; 0 if a database had them already.
         renew: builds sessions with the settings of an entry, and caches warmed from the databases.
         since: time it was put into service, in seconds since the epoch.
         modified: set by the first online write.
@@ -89,6 +93,8 @@ class Deployment:
         log_positions: per table, its position in the log just before its caches were filled.
         network: its network, which deployments that take over the same tables share.
         scores: scores of its samples; None without a network.
+        transform: what it does to inputs of requests; None if they have keys.
+        checks: the report of its checks; None if it was not checked.
         stop_following: called with a timeout when the deployment is closed: stop the feeds of its tables, and return whether
             they have stopped. Shared by all deployments that hold the tables in turn.
         indices: table indices, by name and by id, and of tuples of names that lookups used.
@@ -96,6 +102,7 @@ class Deployment:
         changes: modifications and refreshes in progress.
         one_device: the first device if all devices share one session; else None.
         refresher: refreshes its caches, on demand and periodically.
+        aging: removes rows that were not written for long; None if no table ages.
         successors: deployments that take over the same tables; writes reach their caches too.
         lookups_ended: set once it has closed and the last of its lookups has ended.
     """
@@ -106,6 +113,7 @@ class Deployment:
     chain: DatabaseChain
     rows: tuple[int, ...] = ()
     fingerprints: tuple[str, ...] = ()
+    nonfinite_rows: tuple[int, ...] = ()
     renew: Callable[[ModelConfig, Sequence[TableSpec]], dict[int, Session]] = field(
         default=lambda config, tables: {}, repr=False
     )
@@ -115,6 +123,8 @@ class Deployment:
     log_positions: tuple[dict[Partition, LogPosition], ...] = ()
     network: OpenedNetwork | None = field(default=None, repr=False)
     scores: DeploymentScores | None = field(init=False, repr=False)
+    transform: Transform | None = field(init=False, repr=False)
+    checks: CheckReport | None = field(default=None, repr=False)
     stop_following: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
     indices: dict[Any, Any] = field(init=False, repr=False)
     dims: tuple[int, ...] = field(init=False, repr=False)
@@ -122,6 +132,7 @@ class Deployment:
     one_device: int | None = field(init=False, repr=False)
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
     refresher: Refresher = field(init=False, repr=False)
+    aging: RowAging | None = field(init=False, repr=False)
     successors: list["Deployment"] = field(init=False, default_factory=list, repr=False)
     lookups_ended: threading.Event = field(init=False, repr=False)
 
@@ -143,8 +154,12 @@ class Deployment:
             self.config.refresh_device_share,
             self.config.cache_refresh_percentage_per_iteration,
         )
+        ages = any(self.config.row_ttl_s)
+        self.aging = RowAging(self.tables, self.config.row_ttl_s, self.chain, self) if ages else None
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
         self.scores = None
+        transform = self.config.transform
+        self.transform = None if transform is None else Transform(transform, self.config.model, trusted=True)
         if self.network is not None and self.config.dense is not None:
             counters = self.chain.metrics.scores(self.config.model)
             try:
@@ -165,6 +180,11 @@ class Deployment:
     def fingerprint(self) -> str:
         network = "" if self.network is None else self.network.fingerprint
         return joint_fingerprint((*self.fingerprints, network))
+
+    @property
+    def held(self) -> bool:
+        """Whether its checks keep it from serving: it answers only those who name it."""
+        return self.checks is not None and self.checks.verdict == "held"
 
     @property
     def stale_copies(self) -> tuple[str, ...]:
@@ -288,7 +308,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.insert(table, keys, rows, apply, self._changing(index), vectors)
+            self.chain.insert(table, keys, rows, apply, self._changing(index, keys), vectors)
 
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
@@ -305,7 +325,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.delete(self.tables[index], keys, apply, self._changing(index))
+            self.chain.delete(self.tables[index], keys, apply, self._changing(index, keys))
 
     def follow_log(self, index: int) -> dict[Partition, LogPosition]:
         """Return the log position a table starts from, by partition; see `OrderedWrites.follow_log`."""
@@ -335,6 +355,8 @@ class Deployment:
         if table.row_dtype != "float32":
             rows = encode(f"updating {table.tag}", changes.vectors, table.row_dtype, changes.keys)
             changes = replace(changes, vectors=rows, exact=changes.vectors)
+        if self.aging is not None:
+            changes = self.aging.admit(index, changes)
 
         def update_caches(latest: BoolArray | None) -> None:
             if latest is None:
@@ -354,7 +376,8 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            latest = self.chain.apply(table, changes, positions, update_caches, self._changing(index))
+            changing = self._changing(index, changes.keys, changes.sequences)
+            latest = self.chain.apply(table, changes, positions, update_caches, changing)
             return int(np.count_nonzero(latest)) + skipped
 
     def row(self, index: int, key: int) -> StoredRow:
@@ -362,7 +385,7 @@ class Deployment:
         table = self.tables[index]
         keys, out, row = np.array([key], np.int64), np.empty((1, table.dim), np.float32), np.empty((1, table.width), np.float32)
         with self.changes:
-            if any(session.resident(index, keys, out) for session in dict.fromkeys(self.sessions.values())):
+            if any(session.resident(index, keys, out)[0] for session in dict.fromkeys(self.sessions.values())):
                 tier: str | None = TIERS[0]
             else:
                 tier = self.chain.locate(table, keys, row)
@@ -384,13 +407,68 @@ class Deployment:
         """Reload the vectors of all resident keys; see `HPS.refresh`."""
         return self.refresher.refresh(share)
 
+    def start_aging(self) -> None:
+        """Remove rows that have expired from now on, and those that already have before returning. Called before it serves.
+
+        Raises:
+            DatabaseError: the authoritative database failed, cannot keep the times of rows, or is read-only.
+        """
+        if self.aging is not None:
+            self.aging.start()
+            for session in dict.fromkeys(self.sessions.values()):
+                session.aging = self.aging
+
+    def expire(self, index: int, keys: KeyArray, sequence: int) -> ExpiredRows:
+        """Remove rows of a table from every tier whose last change has at most this sequence; see `AgingRows.expire`."""
+
+        def update_caches(gone: KeyArray, known: bool) -> None:
+            for cache in self._all_caches():
+                with cache.unless_lost():
+                    if known:
+                        cache.erase(index, gone)
+                    else:
+                        cache.drop(index, gone)
+
+        with self.changes:
+            self.modified.set()
+            return self.chain.expire(self.tables[index], keys, sequence, update_caches, self._changing(index))
+
+    def hide(self, index: int, keys: KeyArray, fresh: KeyArray, sequence: int) -> bool:
+        """Answer such rows as absent until they are removed; see `DatabaseChain.hide`."""
+        caches = self._all_caches()
+
+        def drop() -> None:
+            for cache in caches:
+                with cache.unless_lost():
+                    cache.drop(index, fresh)
+
+        in_place = any(isinstance(cache, HostTableReads) for cache in caches)
+        with self.changes:
+            changing = self._changing(index) if in_place else None
+            return self.chain.hide(self.tables[index], keys, fresh, sequence, drop, changing)
+
     @contextmanager
-    def _changing(self, index: int) -> Iterator[None]:
+    def _changing(self, index: int, keys: KeyArray | None = None, sequences: IndexArray | None = None) -> Iterator[None]:
+        """Span a modification: devices admit no rows that they read during it; aging deployments hear of these changes.
+
+        Args:
+            keys: of changes; None if they expire.
+            sequences: of changes of a log; None for direct writes.
+        """
+        aging = [each.aging for each in (self, *self.successors) if each.aging is not None and keys is not None]
         with ExitStack() as stack:
             for cache in self._all_caches():
                 if isinstance(cache, HostTableReads):
                     stack.enter_context(cache.changing(index))
-            yield
+            if keys is not None and sequences is not None:
+                for each in aging:
+                    each.note(index, keys, sequences)
+            try:
+                yield
+            finally:
+                if keys is not None and sequences is None:
+                    for each in aging:
+                        each.note(index, keys)
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]
@@ -430,6 +508,8 @@ class Deployment:
                 return False
             self.stop_following.clear()
         self.refresher.stop()
+        if self.aging is not None:
+            self.aging.stop()
         if self.scores is not None and not self.scores.close(DRAIN_S):
             return False
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]

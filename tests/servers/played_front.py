@@ -77,6 +77,7 @@ class Engine:
             },
             "serving": dict.fromkeys(models, "1"),
             "reasons": {},
+            "rollouts": {},
             "blocked": blocked,
             "settings": configuration.service.model_dump(mode="json"),
             "tokens": [],

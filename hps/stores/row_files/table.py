@@ -35,7 +35,7 @@ from hps.ground.progress import size_text
 from hps.ground.shares import TableShare, share_in
 from hps.ground.threads.workers import new_thread
 from hps.statistics.snapshot import FileStatistics
-from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource, exclusive
+from hps.stores.base import LOAD_ADVICE, ExpiredRows, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource, exclusive
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.changed_rows import ChangedRows
 from hps.stores.row_files.cold_reads import ColdReads
@@ -406,6 +406,32 @@ class RowTable:
                 made[:] = applied = self._changes.apply(self.tag, changes, positions)
             return applied
 
+    def expire(self, keys: KeyArray, sequence: int) -> ExpiredRows:
+        """As `AgingRows.expire`. A row that the file has, too, is deleted beside it instead, until the next seal."""
+        doing = f"expiring rows of table {self.tag}"
+        keys = check_keys(doing, keys)
+        with self._alone(doing):
+            last = self._changes.last_changes(self.tag, keys)
+            due = keys[(last > 0) & (last <= sequence)]
+            file, removed = self._state.file, 0
+            if due.size:
+                self._mark_modified()
+            if self._recent is not None or self._download is not None or self._load is not None:
+                filed: BoolArray = np.ones(due.size, np.bool_)  # a new file may get any of them
+            else:
+                filed = file.contains(due) if file else np.zeros(due.size, np.bool_)
+            if (only := due[~filed]).size:
+                with self._noting(only, None):
+                    removed += self._changes.expire(self.tag, only, sequence).removed
+            if (also := due[filed]).size:
+                present = int(self._present(also).sum()) if self._download is None else also.size
+                vectors = np.zeros((also.size, self.width), np.float32)
+                changes = RowChanges(also, vectors, np.full(also.size, sequence, np.int64), np.ones(also.size, np.bool_))
+                with self._noting(also, None):
+                    self._changes.apply(self.tag, changes, {})
+                removed += present
+            return ExpiredRows(last > sequence, removed)
+
     def follow_log(self) -> dict[Partition, LogPosition]:
         return self._changes.follow_log(self.tag)
 
@@ -773,7 +799,7 @@ class RowTable:
 
     def _forget(self, sealed: list[KeyArray], doing: str, progress: Callable[[int], None] | None) -> None:
         """Remove sealed changes from RocksDB, unless the row was changed again."""
-        keys, start = np.concatenate(sealed), 0
+        keys, start = np.concatenate([np.empty(0, np.int64), *sealed]), 0  # none if all changes have expired
         try:
             for start in range(0, keys.size, _FORGET_ROWS):
                 piece = keys[start : start + _FORGET_ROWS]

@@ -23,6 +23,7 @@ EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
 _TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
 _ANY_WIDTH = 10_000  # of a pipe
 _PROBLEMS = 8
+_COLORS = {"warning": "yellow", "error": "red"}
 _UNREACHABLE = (
     errors.NotReadyError,
     errors.RemoteConnectionError,
@@ -78,16 +79,17 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
     from rich.text import Text
 
     server, service, seconds = now["server"], now["service"], max(now["at_s"] - before["at_s"], 1e-9)
-    ready = Text("ready", "bold green") if service["ready"] else Text(f"not ready: {service['reason']}", "bold red")
-    parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ready)]
-    if service["degraded"]:
-        parts.append(Text(f"degraded: {service['degraded']}", "bold yellow"))
+    parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ("ready", "bold green") if service["ready"] else "")]
+    for found in now["conditions"]:
+        where = f"{found['model']}: " if found["model"] else ""
+        parts.append(Text(f"{found['name']}: {where}{found['text']}", f"bold {_COLORS[found['level']]}"))
     if server:
         up = time_text(time.time() - server["started"])
         parts.append(Text(f"hps {server['version']}, up {up}, resident {size_text(server['memory_bytes'])}"))
         load = f"{service['pending']} lookups under way, {size_text(service['held_bytes'])} held for clients"
         parts.append(Text(f"{service['fronts']} fronts: {service['connections']} connections, {load}"))
         parts.append(_models(now, before, seconds))
+        parts += [_rollout(model["name"], rollout) for model in server["models"] if (rollout := model["rollout"])]
         for device in server["devices"]:
             name = "CPU" if device["device"] == "cpu" else f"GPU {device['device']}"
             free = (
@@ -107,11 +109,11 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
         if (reason := model.get("reason"))
     ]
     for problem in now["problems"][:_PROBLEMS]:
-        times = f" ({problem['count']} times)" if problem["count"] > 1 else ""
-        when = time.strftime("%H:%M:%S", time.localtime(problem["time_s"]))
-        parts.append(
-            Text(f"{when} {problem['level']}{times}: {problem['text']}", "yellow" if problem["level"] == "warning" else "red")
-        )
+        last, first = (time.strftime("%H:%M:%S", time.localtime(problem[at])) for at in ("time_s", "first_s"))
+        times = f" ({problem['count']} times since {first})" if problem["count"] > 1 else ""
+        parts.append(Text(f"{last} {problem['level']}{times}: {problem['text']}", _COLORS.get(problem["level"], "red")))
+    if (more := len(now["problems"]) - _PROBLEMS) > 0:
+        parts.append(Text(f"{more} more kinds of problems"))
     if server:
         parts += [_tables(model, _model_figures(before, model["name"]), seconds) for model in server["models"]]
     return Group(*parts)
@@ -138,6 +140,22 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
             ", ".join(f"{_TIERS.get(stage, stage)} {stage_times[stage] / total_s:.0%}" for stage in slowest),
         )
     return table
+
+
+def _rollout(model: str, rollout: _Answer) -> "RenderableType":
+    """Render a canary or shadow: its state, and the figures of both versions since its start."""
+    from rich.console import Group
+    from rich.text import Text
+
+    running = rollout["state"] == "running"
+    state = f"{100 * rollout['share']:.3g} % of the requests, step {rollout['step']} of {len(rollout['steps'])}"
+    reason = f": {rollout['reason']}" if rollout["reason"] else ""
+    title = f"{model}: {rollout['mode']}, {state if running else rollout['state'] + reason}"
+    table = _table(f"  {rollout['mode']}", "requests", "errors", "p50", "p99")
+    for side in rollout["versions"]:
+        times = ("-" if (ms := side[name]) is None else _time(ms / 1e3) for name in ("p50_ms", "p99_ms"))
+        table.add_row(f"  version {side['version']}", count_text(side["requests"]), f"{side['error_rate']:.1%}", *times)
+    return Group(Text(title, "" if running or not reason else "yellow"), table)
 
 
 @dataclass(frozen=True)

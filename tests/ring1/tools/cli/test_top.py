@@ -1,6 +1,7 @@
 """`hps top` on screens of every width."""
 
 import io
+import time
 from dataclasses import asdict
 
 import pytest
@@ -26,7 +27,7 @@ def answer(at_s, done):
     model = ModelStatistics("m", "1", (("1", "serving"),), 0.0, latency, stages, 4, 1, tables)
     server = ServerStatistics("0", 0.0, 1 << 28, (model,), (), {}, {})
     service = {"ready": True, "degraded": "", "fronts": 2, "connections": 40, "pending": 3, "held_bytes": 1 << 16}
-    return {"at_s": at_s, "server": asdict(server), "service": service, "models": [], "problems": []}
+    return {"at_s": at_s, "server": asdict(server), "service": service, "conditions": [], "models": [], "problems": []}
 
 
 @pytest.mark.parametrize("width", [80, 120, 10_000])
@@ -44,9 +45,33 @@ def test_no_figure_is_cut(width):
     assert "degraded" not in text
 
 
-def test_what_lookups_do_without_is_shown_below_the_state():
+def test_conditions_are_below_the_state_and_problems_are_folded():
     screen = Console(width=120, record=True, file=io.StringIO())
     now = answer(2.0, 2000)
-    now["service"]["degraded"] = "redis_cluster is away"
+    names = (("degraded", "", "redis_cluster is away"), ("version held", "ads", "alignment 0.01"))
+    now["conditions"] = [{"level": "warning", "name": name, "model": model, "text": text} for name, model, text in names]
+    problem = {"first_s": 1.0, "time_s": 9.0, "level": "warning", "count": 148, "text": "reads of volatile_db failed"}
+    now["problems"] = [problem] * 10
     screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
-    assert screen.export_text().splitlines()[1] == "degraded: redis_cluster is away"
+    lines = screen.export_text().splitlines()
+    assert lines[1:3] == ["degraded: redis_cluster is away", "version held: ads: alignment 0.01"]
+    times = [time.strftime("%H:%M:%S", time.localtime(at)) for at in (9, 1)]
+    assert lines.count(f"{times[0]} warning (148 times since {times[1]}): reads of volatile_db failed") == 8
+    assert "2 more kinds of problems" in lines
+
+
+def test_both_versions_of_a_canary_have_their_figures():
+    screen = Console(width=120, record=True, file=io.StringIO())
+    now = answer(2.0, 2000)
+    old, new = ({"version": version, "requests": 900, "error_rate": 0.0, "p50_ms": 0.3, "p99_ms": 1.5} for version in "12")
+    rollout = {"mode": "canary", "state": "running", "share": 0.25, "step": 1, "steps": [{}, {}], "reason": ""}
+    now["server"]["models"][0]["rollout"] = {**rollout, "versions": [old, {**new, "error_rate": 0.5, "p50_ms": None}]}
+    screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
+    lines = [" ".join(line.split()) for line in screen.export_text().splitlines()]
+    assert lines[lines.index("m: canary, 25 % of the requests, step 1 of 2") :][2:4] == [
+        "version 1 900 0.0% 300 us 1.5 ms",
+        "version 2 900 50.0% - 1.5 ms",
+    ]
+    now["server"]["models"][0]["rollout"] |= {"state": "rolled back", "reason": "p99 of version 2 is 9 ms"}
+    screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
+    assert "m: canary, rolled back: p99 of version 2 is 9 ms" in screen.export_text()

@@ -1,0 +1,121 @@
+"""What is wrong with a server, worst first, and since when."""
+
+from importlib import resources
+from typing import Any
+
+import pytest
+
+import hps
+from hps.serve.engine.conditions import RUNBOOKS, ConditionWatch, conditions
+from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.protocol.schemas import ModelStatus
+from hps.statistics.snapshot import (
+    FailedCheck,
+    Latency,
+    ModelStatistics,
+    ServerStatistics,
+    TableStatistics,
+    TierStatistics,
+    VersionChecks,
+)
+from tests.fakes.clock import Clock
+from tests.servers.running_service import document_of, model_of
+
+
+def tier(name: str, *, available: bool = True) -> TierStatistics:
+    return TierStatistics(name, "", "", 0, None, 0, 0, 0, 0, 0, 0, available, 0.0)
+
+
+def database(available: bool) -> TierStatistics:
+    return tier("persistent_db", available=available)
+
+
+def served(
+    *tables: tuple[bool, ...], held: bool = False, lag_s: float | None = 0.0, rollout: dict[str, str] | None = None
+) -> ServerStatistics:
+    """Statistics of a model whose tables have a cache, and databases that are available or not."""
+    found = tuple(
+        TableStatistics(f"table{number}", 4, 1, 0, 0, 0, 0, "", (tier("embedding_cache"), *map(database, available)))
+        for number, available in enumerate(tables)
+    )
+    failed = (FailedCheck("vectors", "item", "hold", "alignment 0.01"), FailedCheck("scores", "", "hold", "correlation -1"))
+    checks = (VersionChecks("8", "held", "7", 0.0, 1.0, 3, 0, failed), VersionChecks("7", "passed", "6", 0.0, 1.0, 4, 0, ()))
+    versions = (("7", "serving"), ("8", "held" if held else "kept"))
+    model = ModelStatistics("ads", "7", versions, 0.0, Latency(), {}, 1, 0, found, checks=checks, rollout=rollout)
+    return ServerStatistics("0", 0.0, 0, (model,), (), {}, {"ads.item": lag_s})
+
+
+NOTHING: dict[str, Any] = {"not_ready": "", "broken": "", "degraded": "", "models": [], "failures": {}, "server": None}
+
+
+def found(**given: Any) -> list[tuple[str, str, str, str]]:
+    return [(entry.level, entry.name, entry.model, entry.text) for entry in conditions(**{**NOTHING, **given})]
+
+
+CAUSES = "vectors of item: alignment 0.01; scores: correlation -1"
+HELD = ("warning", "version held", "ads", f"version 8 is held by its checks: {CAUSES}")
+KEPT_ON = ("warning", "deploy failed", "ads", "version 7 serves on; the last deployment failed: no file")
+UNREAD = "no database answers for table1: lookups of keys that the cache lacks fail"
+ROLLED_BACK = {"mode": "canary", "state": "rolled back", "version": "8", "reason": "p99 of version 8 is 9 ms"}
+BACK = ("warning", "rolled back", "ads", "the canary of version 8: p99 of version 8 is 9 ms")
+FAILED = ModelStatus(name="feed", state="failed", percent=0, reason="no such file", tables=[])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, []),
+        ({"server": served((True, True), (), lag_s=None)}, []),
+        ({"server": served((False, True))}, []),  # its chip says so; `degraded` says why
+        ({"server": served((True,), (False, False))}, [("error", "lookups fail", "ads", UNREAD)]),
+        ({"server": served(held=True)}, [HELD]),
+        ({"server": served(held=True), "failures": {"ads": "it is held"}}, [HELD]),
+        ({"server": served(), "failures": {"ads": "no file"}}, [KEPT_ON]),
+        ({"server": served(rollout=ROLLED_BACK)}, [BACK]),
+        ({"server": served(rollout={**ROLLED_BACK, "reason": ""})}, []),  # a person did it
+        ({"server": served(rollout={**ROLLED_BACK, "state": "running"})}, []),
+        ({"server": served(lag_s=60.0)}, []),
+        ({"server": served(lag_s=60.5)}, [("warning", "updates late", "", "behind the log of updates: ads.item 60 s")]),
+        ({"models": [FAILED]}, [("error", "model failed", "feed", "no such file")]),
+        ({"models": [FAILED], "not_ready": "1 of 2 models failed"}, [("error", "not ready", "", "1 of 2 models failed")]),
+    ],
+)  # fmt: skip
+def test_a_condition_is_named(given: dict[str, Any], expected: list[tuple[str, ...]]) -> None:
+    assert found(**given) == expected
+
+
+def test_the_worst_condition_is_the_first() -> None:
+    server = served((False,), held=True, lag_s=99.0)
+    names = [name for _, name, *_ in found(server=server, not_ready="a", broken="b", degraded="c")]
+    assert names == ["not ready", "restart needed", "lookups fail", "degraded", "version held", "updates late"]
+
+
+def test_every_condition_has_a_runbook() -> None:
+    server = served((False,), held=True, lag_s=99.0, rollout=ROLLED_BACK)
+    given = {"not_ready": "a", "broken": "b", "degraded": "c"}
+    entries = found(server=server, **given) + found(models=[FAILED]) + found(server=served(), failures={"ads": "d"})
+    names = {name for _, name, *_ in entries}
+    assert names == set(RUNBOOKS)
+    page = (resources.files("hps.serve") / "page" / "runbooks.html").read_text()
+    assert [place for place in RUNBOOKS.values() if f' id="{place}">' not in page] == []
+
+
+def test_a_condition_lasts_since_it_was_seen_without_a_gap() -> None:
+    clock, lifecycle = Clock(), Lifecycle(hps.load_configuration(document_of(model_of("ads", ["nowhere"], {"item": 4}))))
+    watch = ConditionWatch(lifecycle, clock)
+
+    def since() -> dict[str, float]:
+        return {entry.name: entry.since_s for entry in watch.find(served(held=held))}
+
+    held = False
+    began = clock()
+    assert since() == {"not ready": began}
+    clock.now += 5
+    held = True
+    assert since() == {"not ready": began, "version held": began + 5}
+    clock.now += 5
+    held = False
+    assert since() == {"not ready": began}
+    clock.now += 5
+    held = True
+    assert since() == {"not ready": began, "version held": began + 15}

@@ -209,7 +209,9 @@ class FakeTables:
 
     def graph_lookups(self) -> GraphLookups:
         self.parts.append(FakeGraphPart(self))
-        return GraphLookups(self.parts[-1], lambda batch: None, lambda found: self.counted.update(found.keys), lambda: None)
+        return GraphLookups(
+            self.parts[-1], lambda batch: None, lambda found: self.counted.update(found.keys), lambda: None, lambda: False
+        )
 
     def vectors(self, table: int, keys: np.ndarray) -> np.ndarray:
         dim = self.specs[table].dim

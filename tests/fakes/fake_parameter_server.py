@@ -26,13 +26,16 @@ class FakeDeployment:
     keys_per_sample: int = 1
     one_device: int | None = None
     scores: None = None
+    aging: None = None
     device_caches: tuple[()] = ()
     refuses: str = ""
 
     @property
     def config(self) -> SimpleNamespace:
         return SimpleNamespace(
-            model=self.tables[0].model_name, embedding_table_names=[table.table_name for table in self.tables]
+            model=self.tables[0].model_name,
+            embedding_table_names=[table.table_name for table in self.tables],
+            transform=None,
         )
 
     @property

@@ -237,8 +237,6 @@ class Rollouts:
                 record = record.model_copy(update={"pins": before.record.pins or pins})
             with self._lock:
                 self._leaving.pop(name, None)
-            for outcome in _OUTCOMES:  # zeros, too: the first end is then visible as an increase
-                self._metrics.rollout_ends.labels(name, outcome).inc(0)
             self._adopt(record)
             _log.info(
                 "model %r: a %s of version %s begins, beside %s: %s", name, mode, plan.version, serving, _steps_text(plan)
@@ -533,6 +531,8 @@ class Rollouts:
 
     def _adopt(self, record: RolloutRecord) -> None:
         """Make this the rollout of its model, and keep it."""
+        for outcome in _OUTCOMES:  # zeros, too: the first end is then visible as an increase
+            self._metrics.rollout_ends.labels(record.model, outcome)
         with self._lock:
             before = self._known.get(record.model)
             rollout = LiveRollout(record, Selection(record.model, record.version, record.share))

@@ -1,5 +1,6 @@
 """Which counts break a bound, and which are chance; which requests a share selects; what two answers differ by."""
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -79,8 +80,9 @@ def test_answers_that_differ_by_more_than_the_bound_break_it(factor: float, requ
     ("step", "seconds", "requests", "done"),
     [
         (CanaryStep(share=0.05), 1e6, 10**4, False),  # it stays until somebody promotes
-        (CanaryStep(share=0.05, seconds=10), 9.9, 0, False),
-        (CanaryStep(share=0.05, seconds=10), 10.0, 0, True),
+        (CanaryStep(share=0.05, seconds=10), 9.9, 1, False),
+        (CanaryStep(share=0.05, seconds=10), 10.0, 0, False),  # nothing is proved
+        (CanaryStep(share=0.05, seconds=10), 10.0, 1, True),
         (CanaryStep(share=0.05, seconds=10, requests=5), 10.0, 4, False),
         (CanaryStep(share=0.05, requests=5), 0.0, 5, True),
     ],
@@ -129,6 +131,17 @@ def test_counts_of_several_processes_add_up_and_go_through_json() -> None:
     with pytest.raises(ValueError, match="counts of a rollout"):
         both.add([float("nan"), *both.values()[1:]])
     assert len(VersionCounts().values()) == VersionCounts.SIZE
+
+
+def test_the_largest_numbers_leave_counts_that_json_can_have() -> None:
+    counts = RolloutCounts()
+    for _ in range(1000):
+        counts.compared.compare([np.full(4000, 1e308), np.array([-1e308])], [np.full(4000, -1e308), np.array([1e308])])
+    sent = json.loads(json.dumps(counts.values()))
+    found = RolloutCounts.total([sent, sent]).compared
+    assert found.difference == pytest.approx(2.0)
+    assert found.correlation == pytest.approx(-1.0)
+    assert np.isfinite(found.largest)
 
 
 def test_arrays_of_other_shapes_are_not_compared() -> None:

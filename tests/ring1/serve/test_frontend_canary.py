@@ -1,0 +1,163 @@
+"""A front during a canary or shadow, with an engine that the test plays: who answers, and what counts as an error."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hps.regions.exchange import H_DEPLOYMENT_ID
+from hps.regions.layout import FAILED
+from hps.serve.frontend import comparisons, exchange
+from hps.testing.waiting import wait_until_async
+from hps.types import TableSpec
+from tests.fakes.clock import Clock
+from tests.servers.front_service import DIM, vectors_of
+from tests.servers.on_loop import beside
+from tests.servers.played_front import SETTINGS, json_request, playing, request
+
+LIMIT_S = SETTINGS["request_timeout_s"]
+
+
+def clock_of(monkeypatch):
+    """The clock by which lookups wait, which the test moves."""
+    clock = Clock(1000.0)
+    times = SimpleNamespace(monotonic=clock, perf_counter=clock, perf_counter_ns=lambda: int(clock.now * 1e9))
+    monkeypatch.setattr(exchange, "time", times)
+    monkeypatch.setattr(comparisons, "time", times)
+    return clock
+
+
+async def begin(front, engine, mode="canary", new=None, versions="12"):
+    """Try version 2 out on all requests; return the ids of the deployments."""
+    deployed = {version: engine.deploy() for version in versions}
+    if new is not None:
+        deployed["2"] = new
+    rollout = {
+        "id": "a", "mode": mode, "version": "2", "serving": "1", "share": 1.0, "header": "x-user-id", "compare": False,
+        "queue_requests": 64, "queue_bytes": 1 << 20,
+    }  # fmt: skip
+    engine.publish(m=deployed, rollouts={"m": rollout})
+    await wait_until_async(lambda: front.published.written[0] == front.published.version, "the front knows them")
+    return {version: deployment_id for version, (deployment_id, _) in deployed.items()}
+
+
+def counts_of(front):
+    return front.published.rollout_counts["m"][1]
+
+
+async def job_of(engine, deployment_id):
+    job = await engine.job()
+    assert int(job.header[H_DEPLOYMENT_ID]) == deployment_id
+    return job
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@beside(playing)
+async def test_a_request_that_the_new_version_keeps_is_the_serving_ones_after_half_the_time(
+    scene, front, engine, /, monkeypatch, binary
+):
+    clock = clock_of(monkeypatch)
+    ids, client = await begin(front, engine), await scene.connect()
+    client.send(*(request([5]) if binary else [json_request([5])]))
+    kept = await job_of(engine, ids["2"])
+    clock.now += LIMIT_S * 0.51
+    engine.complete(await job_of(engine, ids["1"]))
+    assert await client.status() == 200
+    assert (counts_of(front).new.errors, counts_of(front).old.answered) == (1, 1)
+    engine.complete(kept, of=lambda keys: vectors_of(keys) + 1)
+    await wait_until_async(lambda: front.exchange.slots.used == 0, "the late answer frees its slot")
+    assert counts_of(front).new.requests == 1
+
+
+@beside(playing)
+async def test_an_engine_that_was_away_is_no_error_of_the_new_version(scene, front, engine, /, monkeypatch):
+    clock = clock_of(monkeypatch)
+    ids, client = await begin(front, engine), await scene.connect()
+    client.send(*request([5]))
+    await job_of(engine, ids["2"])
+    successor = scene.another_engine(first=100)
+    await wait_until_async(lambda: not front.exchange.connected, "the front misses the engine")
+    clock.now += LIMIT_S * 0.8
+    ids = await begin(front, successor)
+    successor.start()
+    successor.complete(await job_of(successor, ids["2"]))
+    await client.checked([5])
+    assert (counts_of(front).new.errors, counts_of(front).new.answered) == (0, 1)
+
+
+@beside(playing)
+async def test_a_comparison_that_outlives_the_engine_is_no_error_of_the_new_version(scene, front, engine, /, monkeypatch):
+    clock = clock_of(monkeypatch)
+    ids, client = await begin(front, engine, "shadow"), await scene.connect()
+    client.send(*request([5]))
+    engine.complete(await job_of(engine, ids["1"]))
+    await client.checked([5])
+    await job_of(engine, ids["2"])
+    successor = scene.another_engine(first=100)
+    await wait_until_async(lambda: not front.exchange.connected, "the front misses the engine")
+    clock.now += LIMIT_S
+    await wait_until_async(lambda: counts_of(front).compared.failed, "it is given up")
+    ids = await begin(front, successor, "shadow")
+    successor.start()
+    await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
+    assert counts_of(front).new.errors == 0
+
+
+@beside(playing)
+async def test_a_comparison_that_the_new_version_keeps_is_its_error_after_half_the_time(scene, front, engine, /, monkeypatch):
+    clock = clock_of(monkeypatch)
+    ids, client = await begin(front, engine, "shadow"), await scene.connect()
+    client.send(*request([5]))
+    engine.complete(await job_of(engine, ids["1"]))
+    await client.checked([5])
+    kept = await job_of(engine, ids["2"])
+    clock.now += LIMIT_S * 0.51
+    await wait_until_async(lambda: counts_of(front).new.errors == 1, "it is given up")
+    engine.complete(kept)
+    await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
+
+
+@pytest.mark.parametrize("how", ["cannot read it", "fails"])
+@beside(playing)
+async def test_a_request_that_only_the_serving_version_answers_is_an_error_of_the_shadow(scene, front, engine, /, how):
+    other = [TableSpec("m", "other", DIM, 0.0, 10_000)]
+    new = (engine.loop_state.add(other, None), other) if how == "cannot read it" else None
+    ids, client = await begin(front, engine, "shadow", new), await scene.connect()
+    client.send(*request([5]))
+    engine.complete(await job_of(engine, ids["1"]))
+    await client.checked([5])
+    if how == "fails":
+        failure = json.dumps({"status": 400, "message": "no", "reason": ""}).encode()
+        engine.complete(await job_of(engine, ids["2"]), FAILED, failure)
+    await wait_until_async(lambda: counts_of(front).compared.failed, "it was tried")
+    assert (counts_of(front).new.errors, counts_of(front).old.answered) == (1, 1)
+    await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
+
+
+@beside(playing)
+async def test_a_front_that_lacks_the_new_version_serves_on(scene, front, engine, /):
+    ids, client = await begin(front, engine, versions="1"), await scene.connect()
+    client.send(*request([5]))
+    engine.complete(await job_of(engine, ids["1"]))
+    await client.checked([5])
+    assert front.published.rollout_counts == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("X-User-Id: user-4", "2"),
+        ("X-User-Id:  user-4 ", "2"),
+        ("x-user-id: user-5", "1"),
+        ("x-user-id:", None),
+        ("x: y", None),
+    ],
+)
+@beside(playing)
+async def test_an_empty_header_names_nobody_and_spaces_around_a_name_do_not_count(scene, front, engine, /, line, version):
+    ids, client = await begin(front, engine), await scene.connect()
+    [rollout] = front.published._rollouts.values()
+    rollout._selection = SimpleNamespace(takes=lambda sender: sender == b"user-4")
+    client.send(*request([5], line, *(["X-Request-Id: user-4"] if version is None else [])))
+    engine.complete(await job_of(engine, ids[version or "2"]))
+    await client.checked([5])

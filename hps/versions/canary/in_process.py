@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hps.engine.session import Session
-from hps.errors import HPSError, InvalidInputError, NotReadyError
+from hps.errors import HPSError, InvalidInputError, NotReadyError, UnknownDeviceError, UnknownModelError, UnknownTableError
 from hps.ground.threads.workers import WorkQueue
 from hps.statistics.metrics import Metrics
 from hps.tensors.bags import Pooling
@@ -29,6 +29,9 @@ from hps.versions.live_models import LiveModels
 _SENDER: Final[ContextVar[bytes | None]] = ContextVar("hps_sender", default=None)
 _TRIED: Final[ContextVar[LiveRollout | None]] = ContextVar("hps_tried", default=None)
 """The canary whose new version answers the call that is under way."""
+
+_OF_CALLERS: Final = (InvalidInputError, UnknownDeviceError, UnknownModelError, UnknownTableError)
+"""Errors of calls that are wrong themselves, if the serving version has them, too."""
 
 Array: TypeAlias = npt.NDArray[Any]
 Inputs: TypeAlias = Mapping[str, Array]
@@ -84,7 +87,7 @@ class RoutedCalls:
         try:
             yield
         except HPSError:
-            counts = counts and not isinstance(error, InvalidInputError)  # the caller is wrong
+            counts = counts and not isinstance(error, _OF_CALLERS)
             raise
         finally:
             _SENDER.reset(token)
@@ -140,7 +143,7 @@ class RoutedCalls:
             yield
         except HPSError as error:
             with rollout.lock:
-                counts.errors += not (is_new or isinstance(error, NotReadyError | InvalidInputError))
+                counts.errors += not (is_new or isinstance(error, (NotReadyError, *_OF_CALLERS)))
             raise
         taken = perf_counter_ns() - began
         _TRIED.set(None)

@@ -90,6 +90,7 @@ class LiveRollout:
         states: (time, values) of all processes, the oldest first.
         step_began: begin of the step, by the clock of the process: that of the machine may be set meanwhile.
         step_values: values when the step began.
+        problem: why it could not go on, as logged last.
     """
 
     record: RolloutRecord
@@ -99,6 +100,7 @@ class LiveRollout:
     states: deque[tuple[float, list[float]]] = field(default_factory=deque)
     step_began: float = 0.0
     step_values: list[float] | None = None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -414,12 +416,14 @@ class Rollouts:
     def follow(self) -> None:
         """Follow a change of the versions in service: end a rollout that it ended, and find a kept one after a restart."""
         serving = self._live.serving
+        if self._live.closed:  # a restart goes on
+            return
         for name, deployment in serving.items():
             if name not in self._known and (kept := self._records.read(name)) is not None:
                 self._continue(kept, deployment.version)
         for name, rollout in list(self._known.items()):
             record = rollout.record
-            if record.state != "running":
+            if not record.under_way:
                 continue
             now, by = serving.get(name), self._requested_by(name)
             if now is None:
@@ -428,7 +432,7 @@ class Rollouts:
                 self._end(name, "promoted", "", by)
             elif now.version != record.serving:
                 self._end(name, "ended", f"version {now.version} was deployed", by, leaves=True)
-            elif self._live.deployed(name, record.version) is None:
+            elif record.state == "running" and self._live.deployed(name, record.version) is None:
                 self._end(name, "ended", f"version {record.version} was undeployed", by)
 
     def tick(self) -> None:
@@ -439,7 +443,9 @@ class Rollouts:
             except (ConflictError, NotReadyError) as error:  # another change is under way
                 _log.debug("model %r: retried: %s", name, error)
             except HPSError as error:
-                _log.error("model %r: its rollout could not go on: %s", name, error)
+                if str(error) != rollout.problem:
+                    _log.error("model %r: its rollout could not go on, which is retried: %s", name, error)
+                rollout.problem = str(error)
         for name, version in list(self._leaving.items()):  # last: it waits for lookups of the version
             self._take_out_later(name, version)
 

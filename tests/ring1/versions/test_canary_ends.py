@@ -156,3 +156,20 @@ def test_a_shadow_compares_scores_in_process(document: Make, write: Write) -> No
         status = server.rollout
         wait_until(lambda: status("ranker").counts.compared.requests, "it is compared")  # type: ignore[union-attr]
         assert status("ranker").counts.compared.difference == pytest.approx(0.5)  # type: ignore[union-attr]
+
+
+def test_a_deployment_while_the_version_is_being_loaded_after_a_restart_ends_the_canary(
+    document: Make, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = document(**UNCHECKED)
+    with hps.HPS(described) as server:
+        write(2, retrained())
+        server.deploy("ranker", canary=0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr("hps.versions.canary.rollouts.Rollouts.resume", lambda *_: None)
+        server = hps.HPS(described)
+    with server:
+        assert server.rollouts.loading("ranker") == "version 2, a canary before the restart, is being loaded"
+        server.deploy("ranker", "2")
+        assert ended(server) == ("promoted", "")
+        assert server.rollouts.loading("ranker") == ""

@@ -27,17 +27,25 @@ def clock_of(monkeypatch):
     return clock
 
 
-async def begin(front, engine, mode="canary", new=None, versions="12"):
-    """Try version 2 out on all requests; return the ids of the deployments."""
+def published(mode="canary", **more):
+    """A rollout of version 2 for all requests, as the engine publishes it."""
+    return {
+        "id": "a", "mode": mode, "version": "2", "serving": "1", "share": 1.0, "header": "x-user-id", "compare": False,
+        "queue_requests": 64, "queue_bytes": 1 << 20, **more,
+    }  # fmt: skip
+
+
+async def known(front):
+    await wait_until_async(lambda: front.published.written[0] == front.published.version, "the front knows what was published")
+
+
+async def begin(front, engine, mode="canary", new=None, versions="12", **more):
+    """Try version 2 out; return the ids of the deployments."""
     deployed = {version: engine.deploy() for version in versions}
     if new is not None:
         deployed["2"] = new
-    rollout = {
-        "id": "a", "mode": mode, "version": "2", "serving": "1", "share": 1.0, "header": "x-user-id", "compare": False,
-        "queue_requests": 64, "queue_bytes": 1 << 20,
-    }  # fmt: skip
-    engine.publish(m=deployed, rollouts={"m": rollout})
-    await wait_until_async(lambda: front.published.written[0] == front.published.version, "the front knows them")
+    engine.publish(m=deployed, rollouts={"m": published(mode, **more)})
+    await known(front)
     return {version: deployment_id for version, (deployment_id, _) in deployed.items()}
 
 
@@ -61,12 +69,62 @@ async def test_a_request_that_the_new_version_keeps_is_the_serving_ones_after_ha
     client.send(*(request([5]) if binary else [json_request([5])]))
     kept = await job_of(engine, ids["2"])
     clock.now += LIMIT_S * 0.51
-    engine.complete(await job_of(engine, ids["1"]))
+    again = await job_of(engine, ids["1"])
+    assert again.slot != kept.slot, "the engine may still write there"
+    engine.complete(again)
     assert await client.status() == 200
     assert (counts_of(front).new.errors, counts_of(front).old.answered) == (1, 1)
+    assert front.exchange.slots.is_allocated(kept.slot)
     engine.complete(kept, of=lambda keys: vectors_of(keys) + 1)
     await wait_until_async(lambda: front.exchange.slots.used == 0, "the late answer frees its slot")
     assert counts_of(front).new.requests == 1
+
+
+@beside(playing)
+async def test_a_compared_answer_keeps_its_slot_until_the_other_version_has_answered(scene, front, engine, /):
+    ids, client = await begin(front, engine, "shadow"), await scene.connect()
+    client.send(*request([5]))
+    first = await job_of(engine, ids["1"])
+    engine.complete(first)
+    await client.checked([5])
+    second = await job_of(engine, ids["2"])
+    client.send(*request([6]))
+    third = await job_of(engine, ids["1"])
+    assert len({first.slot, second.slot, third.slot}) == 3
+    engine.complete(third)
+    await client.checked([6])
+    engine.complete(second)
+    engine.complete(await job_of(engine, ids["2"]), of=lambda keys: vectors_of(keys) + 1)
+    await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
+    compared = counts_of(front).compared
+    assert (compared.identical, compared.different, compared.failed, compared.largest) == (1, 1, 0, 1.0)
+
+
+@pytest.mark.parametrize("mode", ["canary", "shadow"])
+@pytest.mark.parametrize("binary", [True, False])
+@beside(playing)
+async def test_a_difference_is_of_the_new_versions_numbers_from_the_serving_ones(scene, front, engine, /, mode, binary):
+    ids, client = await begin(front, engine, mode, compare=True), await scene.connect()
+    client.send(*(request([5]) if binary else [json_request([5])]))
+    for version in "21" if mode == "canary" else "12":
+        job = await job_of(engine, ids[version])
+        engine.complete(job, of=lambda keys, version=version: vectors_of(keys) * int(version))
+    assert await client.status() == 200
+    await wait_until_async(lambda: counts_of(front).compared.requests == 1, "it is compared")
+    assert counts_of(front).compared.difference == 1.0
+    assert (counts_of(front).new.answered, counts_of(front).old.answered) == ((1, 0) if mode == "canary" else (1, 1))
+
+
+@beside(playing)
+async def test_a_request_for_a_version_by_its_number_is_neither_counted_nor_compared(scene, front, engine, /):
+    ids, client = await begin(front, engine, "shadow"), await scene.connect()
+    for version in "12":
+        head, body = request([5])
+        client.send(head.replace(b"/infer", b"/versions/%s/infer" % version.encode()), body)
+        engine.complete(await job_of(engine, ids[version]))
+        await client.checked([5])
+    assert engine.loop_state.next_request() is None
+    assert counts_of(front).old.requests == counts_of(front).new.requests == 0
 
 
 @beside(playing)
@@ -161,3 +219,50 @@ async def test_an_empty_header_names_nobody_and_spaces_around_a_name_do_not_coun
     client.send(*request([5], line, *(["X-Request-Id: user-4"] if version is None else [])))
     engine.complete(await job_of(engine, ids[version or "2"]))
     await client.checked([5])
+
+
+@beside(playing)
+async def test_requests_of_one_connection_that_begin_alike_are_selected_by_an_id_of_each(scene, front, engine, /):
+    """Ids are consecutive: a connection that kept the side of its last request, or drew a second id, would show."""
+    ids, client = await begin(front, engine), await scene.connect()
+    [rollout] = front.published._rollouts.values()
+    rollout._selection = SimpleNamespace(takes=lambda sender: int(sender[-1:], 16) % 2 == 1)
+    seen = []
+    for number in range(6):
+        client.send(*request([number]))
+        job = await engine.job()
+        [version] = [version for version, deployed in ids.items() if deployed == int(job.header[H_DEPLOYMENT_ID])]
+        engine.complete(job)
+        status, headers, _ = await client.answer()
+        assert (status, int(headers["x-request-id"], 16) % 2) == (200, version == "2")
+        seen.append(version)
+    assert seen in ([*"121212"], [*"212121"])
+
+
+@beside(playing)
+async def test_a_rollout_that_has_ended_counts_and_compares_nothing(scene, front, engine, /):
+    deployed = {version: engine.deploy() for version in "12"}
+    engine.publish(m=deployed, rollouts={"m": published("shadow")})
+    await known(front)
+    engine.publish(m=deployed)
+    await known(front)
+    client = await scene.connect()
+    client.send(*request([5]))
+    engine.complete(await job_of(engine, deployed["1"][0]))
+    await client.checked([5])
+    assert engine.loop_state.next_request() is None
+    assert counts_of(front).old.requests == 0
+
+
+@beside(playing)
+async def test_a_front_that_replaces_another_one_counts_on(scene, front, engine, /):
+    ids, client = await begin(front, engine), await scene.connect()
+    client.send(*request([5]))
+    engine.complete(await job_of(engine, ids["2"]))
+    await client.checked([5])
+    scene.fronts.remove(front)
+    await front.stop(0)
+    front.close()
+    successor = await scene.start_front()
+    assert counts_of(successor).new.answered == 1
+    await scene.connected(successor)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hps.regions.exchange import H_DEPLOYMENT_ID
-from hps.regions.layout import FAILED
+from hps.regions.layout import FAILED, RETIRED
 from hps.serve.frontend import comparisons, exchange
 from hps.testing.waiting import wait_until_async
 from hps.types import TableSpec
@@ -127,18 +127,23 @@ async def test_a_request_for_a_version_by_its_number_is_neither_counted_nor_comp
     assert counts_of(front).old.requests == counts_of(front).new.requests == 0
 
 
+@pytest.mark.parametrize("retires", [True, False])
 @beside(playing)
-async def test_an_engine_that_was_away_is_no_error_of_the_new_version(scene, front, engine, /, monkeypatch):
+async def test_an_engine_that_was_away_is_no_error_of_the_new_version(scene, front, engine, /, monkeypatch, retires):
     clock = clock_of(monkeypatch)
     ids, client = await begin(front, engine), await scene.connect()
     client.send(*request([5]))
     await job_of(engine, ids["2"])
-    successor = scene.another_engine(first=100)
+    successor = scene.another_engine(first=100 * retires)
     await wait_until_async(lambda: not front.exchange.connected, "the front misses the engine")
     clock.now += LIMIT_S * 0.8
+    successor.deploy()
     ids = await begin(front, successor)
     successor.start()
-    successor.complete(await job_of(successor, ids["2"]))
+    job = await job_of(successor, ids["2"])
+    polled = front._ticks["poll"]
+    await wait_until_async(lambda: front._ticks["poll"] is not polled, "the front looks for late requests")
+    successor.complete(job)
     await client.checked([5])
     assert (counts_of(front).new.errors, counts_of(front).new.answered) == (0, 1)
 
@@ -175,20 +180,22 @@ async def test_a_comparison_that_the_new_version_keeps_is_its_error_after_half_t
     await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
 
 
-@pytest.mark.parametrize("how", ["cannot read it", "fails"])
+@pytest.mark.parametrize(("how", "errors"), [("cannot read it", 1), ("fails", 1), ("is retired", 0)])
 @beside(playing)
-async def test_a_request_that_only_the_serving_version_answers_is_an_error_of_the_shadow(scene, front, engine, /, how):
+async def test_a_request_that_only_the_serving_version_answers_is_an_error_of_the_shadow(scene, front, engine, /, how, errors):
     other = [TableSpec("m", "other", DIM, 0.0, 10_000)]
     new = (engine.loop_state.add(other, None), other) if how == "cannot read it" else None
     ids, client = await begin(front, engine, "shadow", new), await scene.connect()
     client.send(*request([5]))
     engine.complete(await job_of(engine, ids["1"]))
     await client.checked([5])
+    if how == "is retired":
+        engine.complete(await job_of(engine, ids["2"]), RETIRED)
     if how == "fails":
         failure = json.dumps({"status": 400, "message": "no", "reason": ""}).encode()
         engine.complete(await job_of(engine, ids["2"]), FAILED, failure)
     await wait_until_async(lambda: counts_of(front).compared.failed, "it was tried")
-    assert (counts_of(front).new.errors, counts_of(front).old.answered) == (1, 1)
+    assert (counts_of(front).new.errors, counts_of(front).old.answered) == (errors, 1)
     await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
 
 

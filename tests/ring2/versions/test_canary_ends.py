@@ -173,3 +173,18 @@ def test_a_deployment_while_the_version_is_being_loaded_after_a_restart_ends_the
         server.deploy("ranker", "2")
         assert ended(server) == ("promoted", "")
         assert server.rollouts.loading("ranker") == ""
+
+
+def test_a_version_that_was_rolled_back_and_then_deployed_stays(
+    document: Make, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hps.HPS(document(**UNCHECKED, version_policy={"latest": {"num_versions": 2}})) as server:
+        write(2, retrained())
+        server.deploy("ranker", canary=0.25)
+        server.rollouts.active["ranker"].counts.new.errors += 100
+        before(server, monkeypatch, "take_out", lambda: server.deploy("ranker", "2"))
+        server.rollouts.tick()
+        assert ended(server)[0] == "rolled back"
+        assert versions(server)["2"] == "serving"
+        server.rollouts.tick()
+        assert versions(server)["2"] == "serving"

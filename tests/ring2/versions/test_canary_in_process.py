@@ -1,7 +1,8 @@
 """Calls in this process during a canary whose version has other tables: no answer is of the wrong table, and none is lost."""
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import hps
 from hps.tensors.bags import Bags
-from hps.testing.waiting import wait_until
+from hps.testing.waiting import PATIENCE_S, wait_until
 from tests.servers.running_service import document_of, model_of
 
 KEYS = np.arange(50, dtype=np.int64)
@@ -48,20 +49,23 @@ def try_out(server: hps.HPS, home: Path, tables: dict[str, int], **asked: Any) -
     server.deploy("ranker", **asked)
 
 
-def fail(server: hps.HPS, patch: pytest.MonkeyPatch) -> None:
-    """Let every lookup of the new version fail."""
-
-    def run(*_: Any, **__: Any) -> None:
-        raise hps.DatabaseError("in this test")
-
+def instead(server: hps.HPS, patch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Call this before every lookup of the new version, which it may fail or delay."""
     deployed = server.live.deployed("ranker", "2")
     assert deployed is not None
-    for session in deployed.sessions.values():
-        patch.setattr(type(session), "run", _only(session, run, type(session).run))
+    [broken] = {*deployed.sessions.values()}
+    real = type(broken).run
+
+    def run(session: Any, *arguments: Any, **options: Any) -> None:
+        if session is broken:
+            call()
+        real(session, *arguments, **options)
+
+    patch.setattr(type(broken), "run", run)
 
 
-def _only(broken: Any, instead: Any, real: Any) -> Any:
-    return lambda self, *arguments, **options: (instead if self is broken else real)(self, *arguments, **options)
+def fails() -> None:
+    raise hps.DatabaseError("in this test")
 
 
 def errors(server: hps.HPS) -> tuple[int, int]:
@@ -74,7 +78,7 @@ def test_what_the_new_version_fails_is_answered_from_the_same_table_of_the_servi
     server: hps.HPS, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try_out(server, home, {"item": 4, "user": 4}, canary=1.0)
-    fail(server, monkeypatch)
+    instead(server, monkeypatch, fails)
     out = np.empty((1, 4), np.float32)
     with server.routed("somebody"):
         assert server.lookup([7], "ranker", "user")[0, 0] == 1
@@ -112,7 +116,7 @@ def test_a_comparison_that_fails_is_an_error_of_the_shadow(
     server: hps.HPS, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try_out(server, home, {"user": 4, "item": 4}, shadow=1.0)
-    fail(server, monkeypatch)
+    instead(server, monkeypatch, fails)
     with server.routed("somebody"):
         assert server.lookup([7], "ranker", "user")[0, 0] == 1
     wait_until(lambda: errors(server) == (1, 0), "it is counted")
@@ -140,3 +144,32 @@ def test_a_call_for_nobody_is_the_serving_versions(server: hps.HPS, home: Path) 
         assert server.lookup([7], "ranker", "user")[0, 0] == 1
     with server.routed("somebody"):
         assert server.lookup([7], "ranker", "user")[0, 0] == 3
+
+
+def test_a_later_call_that_fails_is_no_error_of_the_new_version(
+    server: hps.HPS, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try_out(server, home, {"user": 4, "item": 4}, canary=1.0)
+
+    with server.routed("somebody"):
+        assert server.lookup([7], "ranker", "user")[0, 0] == 3
+        monkeypatch.setattr(type(server.model("ranker")), "prefetch", lambda *_: fails())
+        with pytest.raises(hps.DatabaseError):
+            server.prefetch([7], "ranker", "user")
+    assert errors(server) == (0, 0)
+
+
+def test_what_the_caller_does_with_its_arrays_meanwhile_is_not_compared(
+    server: hps.HPS, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try_out(server, home, {"user": 4, "item": 4}, shadow=1.0)
+    goes_on = threading.Event()
+    instead(server, monkeypatch, lambda: goes_on.wait(PATIENCE_S))
+    keys = np.array([7])
+    with server.routed("somebody"):
+        found = server.lookup(keys, "ranker", "user")
+    found[:], keys[:] = 3, 1000
+    goes_on.set()
+    [rollout] = server.rollouts.active.values()
+    wait_until(lambda: rollout.counts.compared.requests == 1, "it is compared")
+    assert (rollout.counts.compared.different, rollout.counts.compared.difference) == (1, 2.0)

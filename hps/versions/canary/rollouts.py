@@ -450,8 +450,8 @@ class Rollouts:
             self._take_out_later(name, version)
 
     def families(self) -> Iterator[Family]:
-        """Return the figures of rollouts as Prometheus metric families."""
-        found = [(name, self.status(name)) for name in list(self._known)]
+        """Return the figures of the rollouts of models in service as Prometheus metric families."""
+        found = [(name, self.status(name)) for name in list(self._live.serving)]
         statuses = [(name, status) for name, status in found if status is not None]
         shares, requests, times, compared = [], [], [], []
         for name, status in statuses:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hps
+from hps.statistics.prometheus import expose
 from hps.testing.waiting import wait_until
 from tests.ring1.versions.test_version_checks import SHUFFLED, Make, Write, retrained
 from tests.ring1.versions.test_version_checks import document as document  # fixtures
@@ -111,6 +112,8 @@ def test_other_changes_end_a_canary(
         change(server)
         assert ended(server) == (state, reason)
         server.rollouts.tick()
+        shown = b"hps_rollout_requests_total{" in expose(server.rollouts.families())
+        assert shown == ("ranker" in server.models)
         if "ranker" in server.models:
             serving = server.model("ranker").version
             assert {version for version, now in versions(server).items() if now != "kept"} == {serving}

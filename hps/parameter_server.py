@@ -879,8 +879,10 @@ class HPS:
         if change == "canary":
             mode, share = _mode_of(model_name, canary, shadow)
             plan = self.rollouts.planned(model_name, mode, share, version, options, accepted=False)
-        elif change == "rollback" and self.rollouts.under_way(model_name) is None:
-            self.rollouts.refuse_second_roll_back(model_name)
+        elif change == "rollback":
+            self.catalog.read_document(model_name)
+            if (wanted := self._reconciler.wanted_rollout(model_name)) is None or wanted[1] is None:
+                self.rollouts.refuse_second_roll_back(model_name)
         return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version, plan)
 
     def fleet(self, model_name: str) -> FleetStatus | None:

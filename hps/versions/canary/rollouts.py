@@ -309,19 +309,21 @@ class Rollouts:
         self._changes.take_out(name, record.version, ended)
 
     def refuse_second_roll_back(self, name: str) -> None:
-        """Refuse a roll-back of the serving version that may be meant for a version whose rollout has just been rolled back.
+        """Refuse a roll-back of the serving version that may be meant for a version whose rollout has just ended.
 
         Raises:
-            ConflictError: a rollout was rolled back within the last minute, by itself or by somebody.
+            ConflictError: a rollout was rolled back within the last minute, by itself or by somebody; or another replica has
+                ended it, which this one has not followed yet.
         """
         found, serving = self._known.get(name), self._live.serving.get(name)
-        if found is None or serving is None or found.record.state != "rolled back" or serving.version != found.record.serving:
+        if found is None or serving is None or serving.version != (record := found.record).serving:
             return
-        if 0.0 <= (past_s := time.time() - found.record.ended) < _JUST_S:
+        past_s = 0.0 if record.under_way else time.time() - record.ended
+        if (record.under_way or record.state == "rolled back") and 0.0 <= past_s < _JUST_S:
             raise ConflictError(
-                f"rolling back model {name!r}: the {found.record.plan.mode} of version {found.record.version} was rolled back "
-                f"{past_s:.0f} s ago, and {serving.version} serves; to replace that one, too, deploy another version by its "
-                "number, or roll back in a minute"
+                f"rolling back model {name!r}: the {record.plan.mode} of version {record.version} ended {past_s:.0f} s ago, and "
+                f"{serving.version} serves; to replace that one, too, deploy another version by its number, or roll back in a "
+                "minute"
             )
 
     def under_way(self, name: str) -> RolloutRecord | None:

@@ -80,7 +80,7 @@ def test_a_bound_that_breaks_during_a_promotion_is_the_persons_who_promotes(
 
 def test_a_second_roll_back_does_not_take_the_serving_version(tried: hps.HPS) -> None:
     tried.rollback("ranker")
-    with pytest.raises(hps.ConflictError, match=r"version 2 was rolled back 0 s ago, and 1 serves; .*by its number"):
+    with pytest.raises(hps.ConflictError, match=r"version 2 ended 0 s ago, and 1 serves; .*by its number"):
         tried.rollback("ranker")
     [known] = tried.rollouts._known.values()
     known.record = known.record.model_copy(update={"ended": known.record.ended - 61.0})

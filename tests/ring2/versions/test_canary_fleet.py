@@ -115,7 +115,11 @@ def test_a_replica_does_not_promote_what_another_one_has_rolled_back(replicas: l
     answering(other, 20)
     other.rollouts.tick()  # it has not read that yet
     assert ended(other) == ("running", "")
+    with pytest.raises(hps.ConflictError, match="version 2 ended 0 s ago, and 1 serves"):
+        other.change_fleet("ranker", "rollback")
     follow(one, other)
+    with pytest.raises(hps.ConflictError, match="version 2 ended 0 s ago, and 1 serves"):
+        one.change_fleet("ranker", "rollback")
     assert [ended(server) for server in replicas] == [("rolled back", "")] * 2
     assert [answering(server, 20) for server in replicas] == [{"1": 20}] * 2
 

@@ -321,9 +321,9 @@ class Rollouts:
         past_s = 0.0 if record.under_way else time.time() - record.ended
         if (record.under_way or record.state == "rolled back") and 0.0 <= past_s < _JUST_S:
             raise ConflictError(
-                f"rolling back model {name!r}: the {record.plan.mode} of version {record.version} ended {past_s:.0f} s ago, and "
-                f"{serving.version} serves; to replace that one, too, deploy another version by its number, or roll back in a "
-                "minute"
+                f"rolling back model {name!r}: the {record.plan.mode} of version {record.version} ended {past_s:.0f} s ago, "
+                f"and {serving.version} serves; to replace that one, too, deploy another version by its number, or roll back in "
+                "a minute"
             )
 
     def under_way(self, name: str) -> RolloutRecord | None:

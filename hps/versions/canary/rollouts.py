@@ -322,8 +322,8 @@ class Rollouts:
         if (record.under_way or record.state == "rolled back") and 0.0 <= past_s < _JUST_S:
             raise ConflictError(
                 f"rolling back model {name!r}: the {record.plan.mode} of version {record.version} ended {past_s:.0f} s ago, "
-                f"and {serving.version} serves; to replace that one, too, deploy another version by its number, or roll back in "
-                "a minute"
+                f"and {serving.version} serves; to replace that one, too, deploy another version by its number, or roll back "
+                "in a minute"
             )
 
     def under_way(self, name: str) -> RolloutRecord | None:

@@ -128,8 +128,8 @@ class Comparisons:
             view[slot + to.keys_at : slot + to.keys_at + to.keys_bytes] = view[
                 there + of.keys_at : there + of.keys_at + of.keys_bytes
             ]
-        # As soon as a canary's request is given up: a version that hangs is found out early.
-        lookup.due = time.perf_counter() + exchange.settings.request_timeout_s / 2
+        # No client waits for it, and a version that hangs is found out by several, one after another.
+        lookup.due = time.perf_counter() + exchange.settings.request_timeout_s / 4
         exchange.post(lookup)
 
     def _fail(self, compared: "_Compared") -> None:

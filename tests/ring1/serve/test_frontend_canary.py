@@ -167,14 +167,14 @@ async def test_a_comparison_that_outlives_the_engine_is_no_error_of_the_new_vers
 
 
 @beside(playing)
-async def test_a_comparison_that_the_new_version_keeps_is_its_error_after_half_the_time(scene, front, engine, /, monkeypatch):
+async def test_a_comparison_that_the_new_version_keeps_is_its_error_after_a_quarter_of_the_time(scene, front, engine, /, monkeypatch):
     clock = clock_of(monkeypatch)
     ids, client = await begin(front, engine, "shadow"), await scene.connect()
     client.send(*request([5]))
     engine.complete(await job_of(engine, ids["1"]))
     await client.checked([5])
     kept = await job_of(engine, ids["2"])
-    clock.now += LIMIT_S * 0.51
+    clock.now += LIMIT_S * 0.26
     await wait_until_async(lambda: counts_of(front).new.errors == 1, "it is given up")
     engine.complete(kept)
     await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")

@@ -167,7 +167,7 @@ async def test_a_comparison_that_outlives_the_engine_is_no_error_of_the_new_vers
 
 
 @beside(playing)
-async def test_a_comparison_that_the_new_version_keeps_is_its_error_after_a_quarter_of_the_time(scene, front, engine, /, monkeypatch):
+async def test_a_comparison_that_the_new_version_keeps_is_its_error_after_a_quarter_of_it(scene, front, engine, /, monkeypatch):
     clock = clock_of(monkeypatch)
     ids, client = await begin(front, engine, "shadow"), await scene.connect()
     client.send(*request([5]))

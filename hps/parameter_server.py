@@ -17,7 +17,7 @@ from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.engine.refresh import RefreshReport
 from hps.engine.session import DirectSession, RecordedLookup, Session
-from hps.errors import InvalidInputError, UnknownModelError
+from hps.errors import HPSError, InvalidInputError, UnknownModelError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.progress import Progress
 from hps.ground.threads.lifetimes import close_at_exit, disown_in_children, refusal
@@ -199,6 +199,10 @@ class HPS:
         Other calls are answered by the serving version. So are captured and prepared lookups, and those of layers.
         """
         return sent_by(user)
+
+    def rerouted(self, error: HPSError) -> AbstractContextManager[None] | None:
+        """Return a context in which the serving version answers a call that a canary's version has failed; else None."""
+        return self._routed.rerouted(error)
 
     def _answering(self, name: str) -> Deployment:
         """Return the version that answers a call which names none."""
@@ -538,17 +542,21 @@ class HPS:
             HPSError: as `lookup_tables`.
         """
 
-        def score(deployment: Deployment) -> Scores:
+        def read(deployment: Deployment) -> dict[str, np.ndarray]:
+            features = network_of_model(deployment.scores, model_name).opened.features
+            return arrays_of(features, inputs if deployment.transform is None else deployment.transform.of_call(inputs))
+
+        def score(deployment: Deployment, arrays: Mapping[str, np.ndarray], *, counted: bool = True) -> Scores:
             scores = network_of_model(deployment.scores, model_name)
-            given = inputs if deployment.transform is None else deployment.transform.of_call(inputs)
-            request = scores.read(arrays_of(scores.opened.features, given))
+            request = scores.read(arrays)
             device = deployment.device(device_id)
             deployment.session(device)  # raises for an unknown device
-            return Scores(deployment.version, scores.score(request, device))
+            return Scores(deployment.version, scores.score(request, device, counted=counted))
 
         if version is None and self.rollouts.active:
-            return self._routed.score(self._answering(model_name), score)
-        return score(self.model(model_name, version))
+            return self._routed.score(self._answering(model_name), read, score)
+        deployment = self.model(model_name, version)
+        return score(deployment, read(deployment))
 
     def lookup_batch(self, deployment: Deployment, batch: Batch, device_id: int | None = None) -> int:
         """Look up several tables into arrays of the caller's layout, for the service.
@@ -817,6 +825,7 @@ class HPS:
         if self.rollouts.under_way(model_name) is not None:
             self.rollouts.roll_back(model_name)
         else:
+            self.rollouts.refuse_second_roll_back(model_name)
             self._reconciler.roll_back(model_name)
         return self.model(model_name)
 
@@ -870,6 +879,10 @@ class HPS:
         if change == "canary":
             mode, share = _mode_of(model_name, canary, shadow)
             plan = self.rollouts.planned(model_name, mode, share, version, options, accepted=False)
+        elif change == "rollback":
+            self.catalog.read_document(model_name)
+            if (wanted := self._reconciler.wanted_rollout(model_name)) is None or wanted[1] is None:
+                self.rollouts.refuse_second_roll_back(model_name)
         return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version, plan)
 
     def fleet(self, model_name: str) -> FleetStatus | None:

@@ -7,9 +7,13 @@ from pydantic import AfterValidator, ConfigDict, Field
 from hps.configuration.fields import Flag, ListOf, NonNegative, Positive, Real, Seconds, expected
 from hps.configuration.tiers import Section
 
+_MOST_STEPS, _MOST_HEADER = 50, 100  # a rollout is a small file, here and beside the versions
+
 
 def _check_header(name: str) -> str:
-    if not name or not all(letter.isascii() and (letter.isalnum() or letter in "-_.") for letter in name):
+    if not 0 < len(name) <= _MOST_HEADER or not all(
+        letter.isascii() and (letter.isalnum() or letter in "-_.") for letter in name
+    ):
         raise expected("the name of a header")
     return name.lower()
 
@@ -31,7 +35,7 @@ def _check_steps(steps: tuple[CanaryStep, ...]) -> tuple[CanaryStep, ...]:
     return steps
 
 
-Steps: TypeAlias = Annotated[ListOf[CanaryStep], AfterValidator(_check_steps)]
+Steps: TypeAlias = Annotated[ListOf[CanaryStep], Field(max_length=_MOST_STEPS), AfterValidator(_check_steps)]
 
 
 class CanaryConfig(Section):

@@ -22,6 +22,7 @@ from hps.engine.refresher import Refresher, RefreshSettings
 from hps.engine.session import Session
 from hps.errors import (
     DatabaseError,
+    HPSError,
     InvalidInputError,
     NotReadyError,
     ReadOnlyError,
@@ -558,6 +559,8 @@ def log_positions(
 def retry_after_takeover(call: _Call) -> _Call:
     """Retry a call that a retired version refused, as long as the serving versions have changed since it started.
 
+    A call that the new version of a canary failed is answered by the serving one.
+
     Args:
         call: a function whose first argument is the parameter server. It looks up the serving version on
             each call, and has changed nothing if it raises NotReadyError.
@@ -569,8 +572,12 @@ def retry_after_takeover(call: _Call) -> _Call:
             serving = server.live.serving
             try:
                 return call(server, *args, **kwargs)
-            except NotReadyError:
-                if server.live.serving is serving:
+            except HPSError as error:
+                rerouted = server.rerouted(error)
+                if rerouted is None and not (isinstance(error, NotReadyError) and server.live.serving is not serving):
                     raise
+            if rerouted is not None:
+                with rerouted:
+                    return retried(server, *args, **kwargs)
 
     return cast(_Call, retried)

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -50,6 +50,13 @@ _NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "
 def _is_refusal(error: Exception) -> bool:
     """Return True if a version failed because of its content, so that only another version can serve."""
     return isinstance(error, HPSError) and not isinstance(error, ConflictError) and not is_transient(error)
+
+
+@contextmanager
+def _after(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function first, which may refuse: then no failed change is counted."""
+    call()
+    yield
 
 
 class _SupersededError(ConflictError):
@@ -100,18 +107,20 @@ class Reconciler:
         remember: bool = True,
         pin: bool = False,
         accept: bool = False,
+        started: Callable[[], None] = lambda: None,
     ) -> None:
         """Put a version, by default the desired one, into service; see `HPS.deploy`.
 
         Args:
             entry: replaces the known entry of the model.
             accept: let the version serve whatever its checks find.
+            started: called once no other change can begin; raises to refuse the change.
         """
         known = name in self._catalog.names
         if pin and not (accept and self._wanted_by_fleet(name, version)):
             self._refuse_in_fleet(name, "deploying")
         counted = self._metrics.changing("deploy", done=name, failed=name if known else "", held=lambda: bool(change.held))
-        with self._live.changing(name, "deploying", progress) as change, counted:
+        with self._live.changing(name, "deploying", progress) as change, _after(started), counted:
             before = None if entry is None else self._catalog.add(entry)
             keeps_entry = False
             try:
@@ -267,26 +276,28 @@ class Reconciler:
             started(serving, version, change)
 
     def take_out(self, name: str, version: str, ended: Callable[[Change], None]) -> None:
-        """Call `ended`, and take a version out of service that does not serve."""
-        with self._live.changing(name, "rolling back") as change, self._metrics.changing("rollback", done=name, failed=name):
-            ended(change)
-            if self._live.deployed(name, version) is not None:
+        """Call `ended`, and take a version out of service unless it serves."""
+        counted = self._metrics.changing("rollback", done=name, failed=name)
+        with self._live.changing(name, "rolling back") as change, _after(partial(ended, change)), counted:
+            serving = self._live.serving.get(name)
+            if serving is not None and serving.version != version and self._live.deployed(name, version) is not None:
                 for deployment in self._live.withdraw(name, version):
                     self._live.retire(name, deployment, "release")
 
-    def promote(self, name: str, version: str, *, unpin: bool, accept: bool) -> None:
+    def promote(self, name: str, version: str, *, unpin: bool, accept: bool, started: Callable[[], None]) -> None:
         """Let the version of a rollout serve.
 
         Args:
             unpin: end the pin, unless a still newer version would then serve that nobody has tried out.
+            started: as for `bring_up`.
         """
         if self._catalog.document(name) is not None:
             self.change_fleet(name, "promote", version)
-            self.bring_up(name, None)
+            self.bring_up(name, None, started=started)
         elif unpin and self._catalog.to_serve(name, pinned=False)[-1] == version:
-            self.bring_up(name, None, pin=True, accept=accept)
+            self.bring_up(name, None, pin=True, accept=accept, started=started)
         else:
-            self.bring_up(name, version, pin=True, accept=accept)
+            self.bring_up(name, version, pin=True, accept=accept, started=started)
 
     def pin_to(self, name: str, version: str) -> bool:
         """Pin a model to its serving version, unless it is pinned or in a fleet; return whether it was done."""
@@ -300,12 +311,18 @@ class Reconciler:
         return self._catalog.document(name) is not None
 
     def change_fleet(self, name: str, change: Literal["promote", "rollback"], version: str) -> None:
-        """End the rollout of a version on every replica, unless the serving document has another one by now, or none."""
+        """End the rollout of a version on every replica, unless the serving document has another one by now, or none.
+
+        Raises:
+            ConflictError: it was to be promoted, and the document neither has its rollout nor the version.
+        """
         self._catalog.read_document(name)
         document = self._catalog.document(name)
         if document is not None and document.rollout is not None and document.rollout.version == version:
             serving = self._live.serving.get(name)
             self._catalog.change_fleet(name, change, None, "" if serving is None else serving.version)
+        elif change == "promote" and (document is None or document.version != version):
+            raise ConflictError(f"promoting model {name!r}: another replica has ended the rollout of version {version}")
 
     def wanted_rollout(self, name: str) -> tuple[int, RolloutPlan | None] | None:
         """Return the number of a model's serving document and its rollout, as last read; None if it has no document."""

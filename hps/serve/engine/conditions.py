@@ -18,7 +18,7 @@ RUNBOOKS: Final = {
     "lookups fail": "hpstierskipped",
     "model failed": "hpsmodelnotready",
     "degraded": "hpsdegraded",
-    "rolled back": "a-bad-version",
+    "rolled back": "hpscanaryrolledback",
     "version held": "hpsversionheld",
     "deploy failed": "hpsdeployfailed",
     "updates late": "hpsupdateslate",

@@ -8,11 +8,12 @@ bounded in number and bytes, and is emptied as soon as another request finds no 
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from hps.errors import HPSError
+from hps.errors import HPSError, NotReadyError
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.lookups import Placed, read_cached
 from hps.serve.frontend.pending import Lookup, decode
@@ -81,44 +82,60 @@ class Comparisons:
             self._began = now
             compared = self._current = self._queue.popleft()
             try:
-                self._post(compared)
+                compared.second = self._read(compared)
+                self._post(compared, compared.second)
             except Exception as error:  # noqa: BLE001 - no client waits for it
                 if not isinstance(error, HPSError):
                     _log.error("comparing a request failed unexpectedly", exc_info=error)
-                if compared.second is not None:
+                if compared.second is None:
+                    self._fail(compared)
+                else:  # there is no room, or no engine
                     self._exchange.disown(compared.second)
-                self._end(compared, failed=True)
+                    self._end(compared, failed=True)
 
     def _resume(self) -> None:
         self._waits = False
         self._next()
 
-    def _post(self, compared: "_Compared") -> None:
+    def _read(self, compared: "_Compared") -> Lookup:
+        """Read a request as the other version does."""
         exchange, first, rollout = self._exchange, compared.lookup, compared.rollout
         version = rollout.old if first.version is rollout.new else rollout.new
         target, served = first.target, Served()
         served.id = first.served.id
         # The counts of a version are of requests whose answers clients got: these go to counts of their own.
         lookup = Lookup(self, target, served, version.uncounted(), first.text)
-        compared.second = lookup
         most = exchange.settings.max_keys_per_request
         if (plan := first.plan) is not None:
             lookup.plan = read_cached(first.text, None, version.tables, most).plan
-            keys = exchange.region.view[compared.slot + plan.keys_at : compared.slot + plan.keys_at + plan.keys_bytes]
             if lookup.plan is None:
+                keys = exchange.region.view[compared.slot + plan.keys_at : compared.slot + plan.keys_at + plan.keys_bytes]
                 lookup.body, lookup.json_bytes = first.text + bytes(keys), len(first.text)
         else:
             lookup.body, lookup.json_bytes = first.body, first.json_bytes
         if lookup.plan is None:
             decode(lookup, most)
-        planned = lookup.plan
-        slot = exchange.try_slot(planned.size if planned is not None else lookup.placed.size)  # type: ignore[union-attr]
+        return lookup
+
+    def _post(self, compared: "_Compared", lookup: Lookup) -> None:
+        exchange, view, there = self._exchange, self._exchange.region.view, compared.slot
+        layout = _layout(lookup)
+        slot = exchange.try_slot(layout.size)
         if slot < 0:
             raise OverloadedError("memory", "comparing a request: got no slot")
         lookup.slot = slot
-        if plan is not None and planned is not None:
-            exchange.region.view[slot + planned.keys_at : slot + planned.keys_at + planned.keys_bytes] = keys
+        if (to := lookup.plan) is not None and (of := compared.lookup.plan) is not None:
+            view[slot + to.keys_at : slot + to.keys_at + to.keys_bytes] = view[
+                there + of.keys_at : there + of.keys_at + of.keys_bytes
+            ]
+        # No client waits for it, and a version that hangs is found out by several, one after another.
+        lookup.due = time.perf_counter() + exchange.settings.request_timeout_s / 4
         exchange.post(lookup)
+
+    def _fail(self, compared: "_Compared") -> None:
+        """Count a request that the other version failed, which of a shadow is its error."""
+        compared.rollout.counts.new.errors += compared.lookup.version is compared.rollout.old
+        self._end(compared, failed=True)
 
     def _end(self, compared: "_Compared", *, failed: bool = False) -> None:
         if failed:
@@ -143,7 +160,7 @@ class Comparisons:
 
     def wait_with(self, body: bytes | bytearray) -> None:
         """Give up a lookup that was to be retried."""
-        self.refuse(HPSError("comparing a request: its version was retired"))
+        self.refuse(NotReadyError("comparing a request: its version was retired"))
 
     def answered(self, lookup: Lookup, slot: int, deferred: int) -> None:
         """Do nothing: the exchange calls `compare`."""
@@ -172,9 +189,10 @@ class Comparisons:
             return
         if (lookup := compared.second) is not None:
             self._exchange.disown(lookup)
-        if compared.lookup.version is compared.rollout.old:
-            compared.rollout.counts.new.errors += 1
-        self._end(compared, failed=True)
+        if isinstance(error, NotReadyError) or not self._exchange.connected:  # no version's failure
+            self._end(compared, failed=True)
+        else:
+            self._fail(compared)
 
 
 class _Compared:

@@ -176,7 +176,7 @@ class EngineExchange:
         for lookup in list(self.pending.values()):
             rollout = lookup.version.rollout
             tried = self._connected and rollout is not None and lookup.version is rollout.new
-            if tried and lookup.due - clock < limit / 2 and self._falls_back(lookup, 504):
+            if tried and clock - 1e-9 * lookup.posted_ns > limit / 2 and self._falls_back(lookup, 504):
                 lookup.version.counts.failed(lookup.began_ns)
                 # The slot stays the engine's until it is completed.
                 self.pending[lookup.slot] = replace(lookup, requester=None)
@@ -228,6 +228,7 @@ class EngineExchange:
                     del self.pending[lookup.slot]
                     self.release(lookup.slot)
                 else:
+                    lookup.posted_ns = time.perf_counter_ns()
                     self._submit(lookup)
 
     def check(self) -> None:
@@ -240,6 +241,11 @@ class EngineExchange:
             self._check, self._check_since = slot, time.monotonic()
             if post(self.region.address, slot):
                 self._wake_engine()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is an engine that knows this frontend."""
+        return self._connected
 
     def unready_reason(self) -> str:
         """Return why the engine does not answer lookups of this frontend; empty if it does. Posts another check."""
@@ -421,7 +427,9 @@ class EngineExchange:
             lookup.slot = -1
             requester.answered(lookup, slot, deferred)
             return
-        if status == RETIRED and requester is not self.comparisons:
+        if status == RETIRED:
+            if requester is self.comparisons:
+                raise NotReadyError("comparing a request: its version was retired")
             self._retry_retired(lookup)
             return
         if status == FAILED:

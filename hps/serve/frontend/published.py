@@ -162,7 +162,10 @@ class Published:
             version.rollout = None
         self._rollouts = {}
         for name, published in found.items():
-            identity, old, new = published["id"], models[name][published["serving"]], models[name][published["version"]]
+            identity, versions = published["id"], models.get(name, {})
+            old, new = versions.get(published["serving"]), versions.get(published["version"])
+            if old is None or new is None:  # this process cannot import its transform
+                continue
             known, counts = self.rollout_counts.get(name, ("", RolloutCounts()))
             if known != identity:
                 counts = self._inherited.pop(identity, RolloutCounts())

@@ -40,8 +40,9 @@ class FrontendRollout:
 
     def _takes(self, served: Served) -> bool:
         headers = served.headers
-        sender = None if headers is None else headers.get(self._header)
-        return self._selection.takes(served.id if sender is None else sender)
+        # Some clients and proxies send the header empty, or with spaces that others remove (RFC 9110, section 5.5).
+        sender = b"" if headers is None else headers.get(self._header, b"").strip()
+        return self._selection.takes(sender or served.id)
 
     def version_of(self, served: Served) -> "FrontendVersion":
         """Return the version that answers a request which names none."""

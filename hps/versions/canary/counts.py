@@ -17,6 +17,7 @@ from hps.statistics.times import Times
 BOUNDS: Final = tuple(2.0 ** (power / 2) for power in range(-32, 9))
 """Bounds of the buckets in seconds, from 15 us to 16 s: fine enough to tell two versions' 99th percentiles apart."""
 _BUCKETS: Final = len(BOUNDS) + 1
+_LARGEST: Final = 1e60  # of a number: the products of their sums stay finite, which JSON needs
 _MOST_NUMBERS: Final = 1024  # compared of one array: more would keep the event loop of a frontend from its clients
 
 
@@ -138,6 +139,7 @@ class Comparison:
     def _add(self, old: npt.NDArray[np.float64], new: npt.NDArray[np.float64]) -> None:
         if not old.size:
             return
+        old, new = np.clip(old, -_LARGEST, _LARGEST), np.clip(new, -_LARGEST, _LARGEST)
         apart = np.abs(new - old)
         self._numbers += old.size
         self._magnitude += float(np.abs(old).sum())

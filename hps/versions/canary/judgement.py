@@ -43,8 +43,10 @@ def broken_bound(windows: Sequence[Window], version: str, serving: str, config: 
 
 
 def is_step_done(step: CanaryStep, seconds: float, counts: RolloutCounts) -> bool:
-    """Return True if a step has lasted long enough, and the new version has answered enough requests."""
-    return (step.seconds > 0 or step.requests > 0) and seconds >= step.seconds and counts.new.requests >= step.requests
+    """Return True if a step has lasted long enough, and the new version has answered enough requests, at least one."""
+    if not (step.seconds or step.requests):
+        return False
+    return seconds >= step.seconds and counts.new.requests >= max(1, step.requests)
 
 
 def _exceeds(count: int, of: int, allowed: float, least: int) -> bool:

@@ -13,6 +13,8 @@ from hps.versions.kept_files import KeptFiles
 
 _log = logging.getLogger(__name__)
 ROLLOUTS: Final = "hps-rollouts"
+ITSELF: Final = "itself"
+"""Who ends a rollout whose bound is broken, or takes its steps."""
 
 RolloutState: TypeAlias = Literal["loading", "running", "promoted", "rolled back", "ended"]
 
@@ -27,6 +29,8 @@ class RolloutRecord(pydantic.BaseModel):
         since, step_since: begin of the rollout and of its step, in seconds since the epoch.
         step: index of the current step.
         by, reason: who ended it, and why.
+        document: number of the serving document that the fleet's rollout was begun or changed by; 0 without a fleet.
+        ended: time of its end, in seconds since the epoch; 0 before.
         stopped: the process was stopped meanwhile, rather than that it crashed.
         crashes: how often it crashed since the rollout began.
     """
@@ -44,6 +48,8 @@ class RolloutRecord(pydantic.BaseModel):
     state: RolloutState = "running"
     by: str = ""
     reason: str = ""
+    document: int = pydantic.Field(default=0, ge=0)
+    ended: float = 0.0
     stopped: bool = False
     crashes: int = pydantic.Field(default=0, ge=0)
 
@@ -55,6 +61,11 @@ class RolloutRecord(pydantic.BaseModel):
     def share(self) -> float:
         """Share of the requests now."""
         return self.plan.steps[min(self.step, len(self.plan.steps) - 1)].share if self.state == "running" else 0.0
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this process has rolled it back by itself."""
+        return self.state == "rolled back" and self.by == ITSELF
 
     @property
     def under_way(self) -> bool:

@@ -23,15 +23,16 @@ from hps.statistics.prometheus import Family, family, histogram, label_text
 from hps.versions.canary.counts import RolloutCounts
 from hps.versions.canary.judgement import Window, broken_bound, is_step_done
 from hps.versions.canary.plan import RolloutMode, RolloutPlan, Selection
-from hps.versions.canary.records import RolloutRecord, RolloutRecords, RolloutState
+from hps.versions.canary.records import ITSELF, RolloutRecord, RolloutRecords, RolloutState
 from hps.versions.changes import Change
-from hps.versions.live_models import LiveModels
+from hps.versions.live_models import LiveModels, is_transient
 
 _log = logging.getLogger(__name__)
-ITSELF: Final = "itself"
 _TICK_S: Final = 1.0
 _MOST_CRASHES: Final = 3
 _WINDOWS_S: Final = (5.0, 60.0)  # beside the current step
+_JUST_S: Final = 60.0
+_OUTCOMES: Final = ("promoted", "rolled_back", "stopped", "ended")
 
 Figures = Iterable[tuple[str, Sequence[float]]]
 """The ids of rollouts, and the values of their `RolloutCounts` in one process."""
@@ -52,10 +53,14 @@ class ChangesVersions(Protocol):
         """Load a version, and leave it available beside the serving one; then call `started`."""
 
     def take_out(self, name: str, version: str, ended: Callable[[Change], None]) -> None:
-        """Call `ended`, and take a version out of service that does not serve."""
+        """Call `ended`, and take a version out of service unless it serves. Both while no other change can begin."""
 
-    def promote(self, name: str, version: str, *, unpin: bool, accept: bool) -> None:
-        """Let a version serve."""
+    def promote(self, name: str, version: str, *, unpin: bool, accept: bool, started: Callable[[], None]) -> None:
+        """Call `started`, which raises if the version shall not serve any more, and let it serve.
+
+        Raises:
+            ConflictError: the fleet does not try it out any more. As `started`.
+        """
 
     def pin_to(self, name: str, version: str) -> bool:
         """Pin a model to its serving version, unless it is pinned or in a fleet; return whether it was done."""
@@ -83,7 +88,9 @@ class LiveRollout:
     Attributes:
         counts: of lookups and scores in this process, guarded by `lock`.
         states: (time, values) of all processes, the oldest first.
+        step_began: begin of the step, by the clock of the process: that of the machine may be set meanwhile.
         step_values: values when the step began.
+        problem: why it could not go on, as logged last.
     """
 
     record: RolloutRecord
@@ -91,7 +98,9 @@ class LiveRollout:
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     lock: threading.Lock = field(default_factory=threading.Lock)
     states: deque[tuple[float, list[float]]] = field(default_factory=deque)
+    step_began: float = 0.0
     step_values: list[float] | None = None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,7 @@ class Rollouts:
         self._lock = threading.Lock()
         self._known: dict[str, LiveRollout] = {}  # the last one of each model, under way or ended
         self._leaving: dict[str, str] = {}  # by model: version to take out of service
+        self._promoting: set[str] = set()  # models whose version is about to serve: it is not judged any more
         self._followed: dict[str, int] = {}  # by model: number of the serving document whose rollout was begun or ended
         self._task: PeriodicTask | None = None
         self._closed = False
@@ -208,7 +218,7 @@ class Rollouts:
             )
         self._begin(name, self.planned(name, mode, share, version, options, accept), progress)
 
-    def _begin(self, name: str, plan: RolloutPlan, progress: Progress | None) -> None:
+    def _begin(self, name: str, plan: RolloutPlan, progress: Progress | None, document: int = 0) -> None:
         mode, accept = plan.mode, plan.accepted
         running = self._known.get(name)
         if running is not None and running.record.under_way and running.record.version != plan.version:
@@ -220,17 +230,17 @@ class Rollouts:
         def started(serving: str, version: str, change: Change) -> None:
             before = self._known.get(name)
             pins = self._changes.pin_to(name, serving)
-            record = RolloutRecord(model=name, plan=plan, serving=serving, pins=pins)
+            record = RolloutRecord(model=name, plan=plan, serving=serving, pins=pins, document=document)
             if before is not None and before.record.under_way and before.record.plan.mode == mode:  # its counts go on
                 record = before.record.model_copy(
-                    update={"plan": plan, "step": 0, "step_since": time.time(), "state": "running"}
+                    update={"plan": plan, "document": document, "step": 0, "step_since": time.time(), "state": "running"}
                 )
             elif before is not None and before.record.under_way:
                 record = record.model_copy(update={"pins": before.record.pins or pins})
             with self._lock:
                 self._leaving.pop(name, None)
             self._adopt(record)
-            _log.warning(
+            _log.info(
                 "model %r: a %s of version %s begins, beside %s: %s", name, mode, plan.version, serving, _steps_text(plan)
             )
 
@@ -247,8 +257,8 @@ class Rollouts:
         record = found.record
 
         def started(serving: str, version: str, change: Change) -> None:
-            if serving == record.serving:
-                self._adopt(record.model_copy(update={"state": "running"}))
+            if serving == record.serving:  # its step begins again: while the process was away, the version proved nothing
+                self._adopt(record.model_copy(update={"state": "running", "step_since": time.time()}))
             else:
                 self._end(name, "ended", f"version {serving} was deployed", ITSELF, leaves=True)
 
@@ -269,9 +279,21 @@ class Rollouts:
             raise ConflictError(f"promoting model {name!r}: a fleet tries it out; promote it for all replicas (--fleet)")
         if record.state != "running":
             raise NotReadyError(f"promoting model {name!r}: version {record.version} is being loaded; try again later")
-        accept = accept or record.plan.accepted
-        self._changes.promote(name, record.version, unpin=record.pins, accept=accept)
-        self._end(name, "promoted", "", by or self._requested_by(name))
+        accept, began = accept or record.plan.accepted, False
+
+        def started() -> None:
+            nonlocal began
+            with self._lock:
+                self._require_same(name, record, "promoting")
+                self._promoting.add(name)
+            began = True
+
+        try:
+            self._changes.promote(name, record.version, unpin=record.pins, accept=accept, started=started)
+            self._end(name, "promoted", "", by or self._requested_by(name))
+        finally:
+            if began:
+                self._promoting.discard(name)
 
     def roll_back(self, name: str, reason: str = "", by: str = "") -> None:
         """End a rollout; the serving version serves on. See `HPS.rollback`."""
@@ -280,10 +302,29 @@ class Rollouts:
             raise ConflictError(f"rolling back model {name!r}: a fleet tries a version out; end it for all replicas (--fleet)")
 
         def ended(change: Change) -> None:
+            self._require_same(name, record, "rolling back")
             self._end(name, "rolled back", reason, by or change.by or self._requested_by(name))
             self._live.notify_watchers()
 
         self._changes.take_out(name, record.version, ended)
+
+    def refuse_second_roll_back(self, name: str) -> None:
+        """Refuse a roll-back of the serving version that may be meant for a version whose rollout has just ended.
+
+        Raises:
+            ConflictError: a rollout was rolled back within the last minute, by itself or by somebody; or another replica has
+                ended it, which this one has not followed yet.
+        """
+        found, serving = self._known.get(name), self._live.serving.get(name)
+        if found is None or serving is None or serving.version != (record := found.record).serving:
+            return
+        past_s = 0.0 if record.under_way else time.time() - record.ended
+        if (record.under_way or record.state == "rolled back") and 0.0 <= past_s < _JUST_S:
+            raise ConflictError(
+                f"rolling back model {name!r}: the {record.plan.mode} of version {record.version} ended {past_s:.0f} s ago, "
+                f"and {serving.version} serves; to replace that one, too, deploy another version by its number, or roll back "
+                "in a minute"
+            )
 
     def under_way(self, name: str) -> RolloutRecord | None:
         """Return the rollout of a model that is under way, if any."""
@@ -342,34 +383,49 @@ class Rollouts:
             self.resume(name)
             if (wanted := self._changes.wanted_rollout(name)) is None:
                 continue
-            (number, plan), record = wanted, self.under_way(name)
-            if self._followed.get(name) == number or (record is not None and record.state == "loading"):
+            (number, plan), last, record = wanted, self._known.get(name), self.under_way(name)
+            if record is not None and record.state == "loading":
+                continue
+            if plan is not None and last is not None and last.record.document == number and last.record.gave_up:
+                self._tell_fleet(name, plan.version)
+                continue
+            if self._followed.get(name) == number:
                 continue
             try:
                 if record is not None and (plan is None or plan.version != record.version):
                     self.roll_back(name, "", "the fleet")
                 if plan is not None and (record is None or plan != record.plan):
-                    self._begin(name, plan, None)
+                    self._begin(name, plan, None, number)
+                elif plan is not None and last is not None:
+                    last.record = last.record.model_copy(update={"document": number})
+                    self._records.write(last.record)
             except (ConflictError, NotReadyError) as error:  # another change is under way
                 _log.debug("model %r: following the fleet's rollout is retried: %s", name, error)
                 continue
             except HPSError as error:
                 _log.error("model %r: this replica does not follow the fleet's rollout: %s", name, error)
+                if is_transient(error):
+                    continue
             self._followed[name] = number
+
+    def _tell_fleet(self, name: str, version: str) -> None:
+        """End a rollout for all replicas; the next read of the serving document tries again if that fails."""
+        try:
+            self._changes.change_fleet(name, "rollback", version)
+        except HPSError as error:
+            _log.error("model %r: the other replicas do not know of the roll-back yet: %s", name, error)
 
     def follow(self) -> None:
         """Follow a change of the versions in service: end a rollout that it ended, and find a kept one after a restart."""
         serving = self._live.serving
+        if self._live.closed:  # a restart goes on
+            return
         for name, deployment in serving.items():
             if name not in self._known and (kept := self._records.read(name)) is not None:
-                if kept.under_way and kept.serving == deployment.version:
-                    kept = _continued(kept)
-                elif kept.under_way:
-                    kept = kept.model_copy(update={"state": "ended", "reason": f"version {deployment.version} was deployed"})
-                self._adopt(kept)
+                self._continue(kept, deployment.version)
         for name, rollout in list(self._known.items()):
             record = rollout.record
-            if record.state != "running":
+            if not record.under_way:
                 continue
             now, by = serving.get(name), self._requested_by(name)
             if now is None:
@@ -378,24 +434,26 @@ class Rollouts:
                 self._end(name, "promoted", "", by)
             elif now.version != record.serving:
                 self._end(name, "ended", f"version {now.version} was deployed", by, leaves=True)
-            elif self._live.deployed(name, record.version) is None:
+            elif record.state == "running" and self._live.deployed(name, record.version) is None:
                 self._end(name, "ended", f"version {record.version} was undeployed", by)
 
     def tick(self) -> None:
-        """Judge the running rollouts, and take the steps that are due."""
-        for name, version in list(self._leaving.items()):
-            self._take_out_later(name, version)
+        """Judge the running rollouts, take the steps that are due, and take the versions out that were rolled back."""
         for name, rollout in list(self.active.items()):
             try:
                 self._judge(name, rollout)
             except (ConflictError, NotReadyError) as error:  # another change is under way
                 _log.debug("model %r: retried: %s", name, error)
             except HPSError as error:
-                _log.error("model %r: its rollout could not go on: %s", name, error)
+                if str(error) != rollout.problem:
+                    _log.error("model %r: its rollout could not go on, which is retried: %s", name, error)
+                rollout.problem = str(error)
+        for name, version in list(self._leaving.items()):  # last: it waits for lookups of the version
+            self._take_out_later(name, version)
 
     def families(self) -> Iterator[Family]:
-        """Return the figures of rollouts as Prometheus metric families."""
-        found = [(name, self.status(name)) for name in list(self._known)]
+        """Return the figures of the rollouts of models in service as Prometheus metric families."""
+        found = [(name, self.status(name)) for name in list(self._live.serving)]
         statuses = [(name, status) for name, status in found if status is not None]
         shares, requests, times, compared = [], [], [], []
         for name, status in statuses:
@@ -481,9 +539,12 @@ class Rollouts:
 
     def _adopt(self, record: RolloutRecord) -> None:
         """Make this the rollout of its model, and keep it."""
+        for outcome in _OUTCOMES:  # zeros, too: the first end is then visible as an increase
+            self._metrics.rollout_ends.labels(record.model, outcome)
         with self._lock:
             before = self._known.get(record.model)
             rollout = LiveRollout(record, Selection(record.model, record.version, record.share))
+            rollout.step_began = self._clock()
             if before is not None and before.record.id == record.id:
                 rollout.counts, rollout.lock, rollout.states = before.counts, before.lock, before.states
             self._known[record.model] = rollout
@@ -495,8 +556,21 @@ class Rollouts:
         rollout.step_values = self._counted(rollout).values()
         self._records.write(record)
 
-    def _end(self, name: str, state: RolloutState, reason: str, by: str, *, leaves: bool = False) -> None:
-        """End a rollout: from now on, the serving version answers all requests."""
+    def _continue(self, kept: RolloutRecord, serving: str) -> None:
+        """Continue a rollout after a restart, unless the new version may be what ends the process."""
+        if not kept.under_way:
+            self._adopt(kept)
+            return
+        crashes = kept.crashes + (not kept.stopped)
+        self._adopt(kept.model_copy(update={"state": "loading", "stopped": False, "crashes": crashes}))
+        if kept.serving != serving:
+            self._end(kept.model, "ended", f"version {serving} was deployed", "")
+        elif crashes >= _MOST_CRASHES:
+            reason = f"the process crashed {crashes} times while version {kept.version} was tried out"
+            self._end(kept.model, "rolled back", reason, ITSELF)
+
+    def _end(self, name: str, state: RolloutState, reason: str, by: str, *, leaves: bool = False) -> bool:
+        """End a rollout: from now on, the serving version answers all requests. Return False if it has ended before."""
         with self._lock:
             found = self._known.get(name)
             if found is None or not found.record.under_way:
@@ -504,20 +578,20 @@ class Rollouts:
                 if found is not None and late:
                     found.record = found.record.model_copy(update={"by": by})
                     self._records.write(found.record)
-                return
+                return False
+            if state == "rolled back" and by == ITSELF and name in self._promoting:
+                return False
             if leaves:
                 self._leaving[name] = found.record.version
-        self._metrics.rollout_ends.labels(name, state.replace(" ", "_")).inc()
+            ended = found.record.model_copy(update={"state": state, "reason": reason, "by": by, "ended": time.time()})
+            found.record = ended  # nobody ends it a second time
+        outcome = "stopped" if state == "rolled back" and by != ITSELF else state.replace(" ", "_")
+        self._metrics.rollout_ends.labels(name, outcome).inc()
         text = f"{state}{f': {reason}' if reason else ''}"
-        _log.log(
-            logging.ERROR if reason and by == ITSELF else logging.WARNING,
-            "model %r: the %s of version %s is %s",
-            name,
-            found.record.plan.mode,
-            found.record.version,
-            text,
-        )
-        self._adopt(found.record.model_copy(update={"state": state, "reason": reason, "by": by}))
+        level = logging.ERROR if reason and by == ITSELF else logging.INFO
+        _log.log(level, "model %r: the %s of version %s is %s", name, ended.plan.mode, ended.version, text)
+        self._adopt(ended)
+        return True
 
     def _judge(self, name: str, rollout: LiveRollout) -> None:
         record, now, values = rollout.record, self._clock(), self._counted(rollout).values()
@@ -526,21 +600,17 @@ class Rollouts:
         for seconds in _WINDOWS_S:
             then, before = next(((at, state) for at, state in rollout.states if now - at <= seconds), (now, values))
             windows.append(Window(now - then, RolloutCounts.since(values, before), partial(_slices, states, then)))
-        step_seconds = time.time() - record.step_since
+        step_seconds = now - rollout.step_began
         of_step = RolloutCounts.since(values, rollout.step_values or values)
         windows.append(Window(step_seconds, of_step, partial(_slices, states, now - step_seconds)))
         rollout.states.append((now, values))
         while rollout.states and now - rollout.states[0][0] > _WINDOWS_S[-1]:
             rollout.states.popleft()
         if reason := broken_bound(windows, record.version, record.serving, config):
-            # First no request goes to the version any more; then it is taken out, which waits for its last lookups.
-            self._end(name, "rolled back", reason, ITSELF, leaves=True)
-            self._live.notify_watchers()
-            self._take_out_later(name, record.version)
-            try:
-                self._changes.change_fleet(name, "rollback", record.version)
-            except HPSError as error:
-                _log.error("model %r: the other replicas do not know of the roll-back: %s", name, error)
+            # First no request goes to the version any more; `tick` takes it out, which waits for its last lookups.
+            if self._end(name, "rolled back", reason, ITSELF, leaves=True):
+                self._live.notify_watchers()
+                self._tell_fleet(name, record.version)
             return
         if not is_step_done(record.plan.steps[record.step], step_seconds, of_step) or record.plan.is_last(record.step):
             return
@@ -548,7 +618,7 @@ class Rollouts:
         if following.share == 1.0 and record.plan.mode == "canary":
             self.promote(name, by=ITSELF)
             return
-        _log.warning("model %r: version %s now gets %.3g %% of the requests", name, record.version, 100 * following.share)
+        _log.info("model %r: version %s now gets %.3g %% of the requests", name, record.version, 100 * following.share)
         self._adopt(record.model_copy(update={"step": record.step + 1, "step_since": time.time()}))
         self._live.notify_watchers()
 
@@ -580,6 +650,11 @@ class Rollouts:
             f"{doing} model {name!r}: no canary or shadow is under way; start one with `hps deploy {name} --canary 5%`"
         )
 
+    def _require_same(self, name: str, record: RolloutRecord, doing: str) -> None:
+        """Raise ConflictError unless this rollout is under way: a change may have ended it while another was about to begin."""
+        if self._under_way(name, doing).record.id != record.id:
+            raise ConflictError(f"{doing} model {name!r}: its canary or shadow has just been replaced by another one")
+
     def _requested_by(self, name: str) -> str:
         change = self._live.requested.get(name)
         return change.by if change is not None and change.under_way else ""
@@ -589,16 +664,6 @@ def _slices(states: Sequence[tuple[float, Sequence[float]]], since: float) -> li
     """Return the counts between successive states from a time on."""
     found = [values for at, values in states if at >= since]
     return [RolloutCounts.since(after, before) for before, after in pairwise(found)]
-
-
-def _continued(kept: RolloutRecord) -> RolloutRecord:
-    """Return the record of a rollout that a restart continues, unless the new version may be what ends the process."""
-    crashes = kept.crashes + (not kept.stopped)
-    update: dict[str, Any] = {"state": "loading", "stopped": False, "crashes": crashes}
-    if crashes >= _MOST_CRASHES:
-        update |= {"state": "rolled back", "by": ITSELF}
-        update["reason"] = f"the process crashed {crashes} times while version {kept.version} was tried out"
-    return kept.model_copy(update=update)
 
 
 def _ms(seconds: float | None) -> float | None:

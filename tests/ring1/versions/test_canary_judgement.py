@@ -1,5 +1,6 @@
 """Which counts break a bound, and which are chance; which requests a share selects; what two answers differ by."""
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -33,7 +34,8 @@ def counts_of(
         (counts_of(new=(0, 2, 1.0)), ""),  # two errors may be chance
         (counts_of(new=(0, 3, 1.0)), "error rate"),
         (counts_of(new=(997, 3, 1.0)), ""),
-        (counts_of(new=(950, 50, 1.0)), "error rate"),
+        (counts_of(new=(985, 15, 1.0)), ""),  # ten are allowed, and chance gives five more
+        (counts_of(new=(975, 25, 1.0)), "error rate"),
         (counts_of(old=(950, 50, 1.0), new=(950, 50, 1.0)), ""),  # both fail alike
         (counts_of(new=(4, 0, 50.0)), ""),
         (counts_of(new=(5, 0, 50.0)), "p99"),
@@ -79,8 +81,9 @@ def test_answers_that_differ_by_more_than_the_bound_break_it(factor: float, requ
     ("step", "seconds", "requests", "done"),
     [
         (CanaryStep(share=0.05), 1e6, 10**4, False),  # it stays until somebody promotes
-        (CanaryStep(share=0.05, seconds=10), 9.9, 0, False),
-        (CanaryStep(share=0.05, seconds=10), 10.0, 0, True),
+        (CanaryStep(share=0.05, seconds=10), 9.9, 1, False),
+        (CanaryStep(share=0.05, seconds=10), 10.0, 0, False),  # nothing is proved
+        (CanaryStep(share=0.05, seconds=10), 10.0, 1, True),
         (CanaryStep(share=0.05, seconds=10, requests=5), 10.0, 4, False),
         (CanaryStep(share=0.05, requests=5), 0.0, 5, True),
     ],
@@ -123,12 +126,24 @@ def test_counts_of_several_processes_add_up_and_go_through_json() -> None:
     assert (both.new.answered, both.new.errors, both.old.answered) == (7, 1, 2000)
     assert (both.compared.identical, both.compared.different, both.compared.largest) == (1, 1, 1.0)
     assert both.compared.difference == pytest.approx(1 / 8)
-    assert RolloutCounts.since(both.values(), one.values()).new.answered == 4
+    later = RolloutCounts.since(both.values(), one.values())
+    assert (later.new.answered, later.compared.identical, later.compared.largest) == (4, 1, 1.0)
     with pytest.raises(ValueError, match="counts of a rollout"):
         both.add([1.0] * 3)
     with pytest.raises(ValueError, match="counts of a rollout"):
         both.add([float("nan"), *both.values()[1:]])
     assert len(VersionCounts().values()) == VersionCounts.SIZE
+
+
+def test_the_largest_numbers_leave_counts_that_json_can_have() -> None:
+    counts = RolloutCounts()
+    for _ in range(1000):
+        counts.compared.compare([np.full(4000, 1e308), np.array([-1e308])], [np.full(4000, -1e308), np.array([1e308])])
+    sent = json.loads(json.dumps(counts.values()))
+    found = RolloutCounts.total([sent, sent]).compared
+    assert found.difference == pytest.approx(2.0)
+    assert found.correlation == pytest.approx(-1.0)
+    assert np.isfinite(found.largest)
 
 
 def test_arrays_of_other_shapes_are_not_compared() -> None:

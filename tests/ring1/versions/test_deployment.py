@@ -219,7 +219,7 @@ def test_databases_are_loaded_unless_they_keep_their_rows(
 
 @pytest.mark.parametrize("takeovers", [0, 1, 2])
 def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_take_over(takeovers: int) -> None:
-    server: Any = SimpleNamespace(live=SimpleNamespace(serving={}))
+    server: Any = SimpleNamespace(live=SimpleNamespace(serving={}), rerouted=lambda error: None)
     calls: list[int] = []
 
     def look_up(server: Any, value: int) -> int:

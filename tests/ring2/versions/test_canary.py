@@ -210,6 +210,26 @@ def test_a_request_whose_new_version_hangs_is_answered_by_the_serving_one(scored
         until.unlink()
 
 
+@pytest.mark.parametrize("asked", [{"canary": 0.05}, {"shadow": 0.5}], ids=["canary", "shadow"])
+def test_a_version_that_hangs_is_rolled_back_by_itself_and_no_request_is_lost(
+    scored: Path, tmp_path: Path, asked: dict[str, float]
+) -> None:
+    until = tmp_path / "hangs"
+    until.touch()
+    service_settings = {"service": {"request_timeout_s": 2.0}}
+    with running_service({**document(scored), **service_settings}) as service, Asker(service.url) as asker:
+        write(scored, 2, does="hang", until=str(until))
+        status_of = service.app.lifecycle.server.rollout
+        with Load(scoring(asker), CLIENTS) as load:
+            deploy(service.url, **asked)
+            wait_until(lambda: status_of("ranker").record.state == "rolled back", "the version is rolled back")
+            load.more()
+        assert load.problems == []
+        assert status_of("ranker").record.reason.startswith("error rate of version 2 is 100.0%")
+        until.unlink()
+        wait_until(lambda: service.is_idle, "every slot is free")
+
+
 def test_a_shadow_changes_no_answer_and_counts_what_differs(scored: Path) -> None:
     with running_service(document(scored)) as service, Asker(service.url) as asker:
         write(scored, 2, factor=1.5)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hps
+from hps.statistics.prometheus import expose
 from hps.testing.waiting import wait_until
 from tests.ring1.versions.test_version_checks import SHUFFLED, Make, Write, retrained
 from tests.ring1.versions.test_version_checks import document as document  # fixtures
@@ -111,6 +112,8 @@ def test_other_changes_end_a_canary(
         change(server)
         assert ended(server) == (state, reason)
         server.rollouts.tick()
+        shown = b"hps_rollout_requests_total{" in expose(server.rollouts.families())
+        assert shown == ("ranker" in server.models)
         if "ranker" in server.models:
             serving = server.model("ranker").version
             assert {version for version, now in versions(server).items() if now != "kept"} == {serving}
@@ -145,7 +148,9 @@ def test_a_restart_continues_a_canary_with_the_same_users(document: Make, write:
         assert versions(server) == {"1": "serving"}
 
 
-def test_a_process_that_crashes_again_and_again_gives_the_canary_up(document: Make, write: Write, tmp_path: Path) -> None:
+def test_a_process_that_crashes_again_and_again_gives_the_canary_up(
+    document: Make, write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     described = document(**UNCHECKED)
     with hps.HPS(described) as server:
         write(2, retrained())
@@ -161,6 +166,8 @@ def test_a_process_that_crashes_again_and_again_gives_the_canary_up(document: Ma
     kept.write_text(crashed)
     with hps.HPS(described) as server:
         assert ended(server) == ("rolled back", "the process crashed 3 times while version 2 was tried out")
+        assert "the canary of version 2 is rolled back: the process crashed 3 times" in caplog.text
+        assert server.metrics.rollout_ends.labels("ranker", "rolled_back").value == 1
         assert versions(server) == {"1": "serving"}
 
 
@@ -237,6 +244,10 @@ def test_a_held_version_is_tried_out_only_if_a_person_wants_it(document: Make, w
         ({"options": {"header": "x"}}, "got none of canary and shadow"),
         ({"canary": 0.1, "options": {"header": "a b"}}, "the name of a header"),
         ({"canary": 0.1, "options": {"steps": [{"share": 0.5}, {"share": 0.4}]}}, "shares that rise"),
+        ({"canary": 0.1, "options": {"header": 101 * "x"}}, "the name of a header"),
+        ({"canary": 0.1, "options": {"steps": [{"share": n / 51} for n in range(1, 52)]}}, "at most 50 items"),
+        ({"canary": float("nan")}, "share"),
+        ({"canary": -0.05}, "share: Input should be greater than 0"),
         ({"canary": 0.1, "force": True}, "takes neither a configuration nor force"),
         ({"canary": 0.1, "version": "1"}, "that one serves"),
         ({"canary": 0.1, "version": "9"}, "got version '9'"),

@@ -39,11 +39,11 @@ function held(model, now) {
 function rollouts(model, now) {
   const it = model.rollout;
   if (!it) return [];
-  const ended = Date.parse(it.since) / 1000 + it.seconds, running = it.state === "running";
-  if (!running && !it.reason && now - ended > RECENT_S) return [];
+  const ended = Date.parse(it.since) / 1000 + it.seconds, running = it.state === "running", over = !running && it.state !== "loading";
+  if (over && now - ended > RECENT_S && !(it.reason && it.serving === model.version)) return [];
   const isHeld = model.versions.some(([version, state]) => version === it.version && state === "held");
   const kind = running ? "now" : it.state === "promoted" ? "good" : it.state === "rolled back" ? "bad" : "fair";
-  const about = `version ${it.version} beside ${it.serving}, ${running ? `for ${time(it.seconds)}` : `${ago(now - ended)}, by ${it.by || "itself"}`}`;
+  const about = `version ${it.version} beside ${it.serving}, ${over ? `${ago(now - ended)}, by ${it.by || "itself"}` : `for ${time(it.seconds)}`}`;
   const state = running ? `${it.mode} ${portion(it.share)}` : `${it.mode} ${it.state}`;
   return [card(model, kind, state, about, running ? null : it.reason ? h("p.bad.reason", {}, it.reason) : null,
     running ? progress(it) : null, sides(it), compared(it),

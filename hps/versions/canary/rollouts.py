@@ -96,7 +96,11 @@ class LiveRollout:
 
 @dataclass(frozen=True)
 class RolloutStatus:
-    """A rollout, under way or the last one. *Immutable.*"""
+    """A rollout, under way or the last one. *Immutable.*
+
+    Attributes:
+        seconds, step_seconds: durations of the rollout and of its step, so far or in total.
+    """
 
     record: RolloutRecord
     counts: RolloutCounts
@@ -304,7 +308,7 @@ class Rollouts:
         """Return the rollout of a model that is under way, or the last one; None if there was none."""
         if (found := self._known.get(name)) is None:
             return None
-        record, now = found.record, time.time()
+        record, now = found.record, found.record.until or time.time()
         return RolloutStatus(record, self._counted(found), max(0.0, now - record.since), max(0.0, now - record.step_since))
 
     def described(self, name: str) -> dict[str, Any] | None:
@@ -365,7 +369,7 @@ class Rollouts:
                 if kept.under_way and kept.serving == deployment.version:
                     kept = _continued(kept)
                 elif kept.under_way:
-                    kept = kept.model_copy(update={"state": "ended", "reason": f"version {deployment.version} was deployed"})
+                    kept = kept.ended("ended", f"version {deployment.version} was deployed", kept.by)
                 self._adopt(kept)
         for name, rollout in list(self._known.items()):
             record = rollout.record
@@ -517,7 +521,7 @@ class Rollouts:
             found.record.version,
             text,
         )
-        self._adopt(found.record.model_copy(update={"state": state, "reason": reason, "by": by}))
+        self._adopt(found.record.ended(state, reason, by))
 
     def _judge(self, name: str, rollout: LiveRollout) -> None:
         record, now, values = rollout.record, self._clock(), self._counted(rollout).values()
@@ -594,11 +598,10 @@ def _slices(states: Sequence[tuple[float, Sequence[float]]], since: float) -> li
 def _continued(kept: RolloutRecord) -> RolloutRecord:
     """Return the record of a rollout that a restart continues, unless the new version may be what ends the process."""
     crashes = kept.crashes + (not kept.stopped)
-    update: dict[str, Any] = {"state": "loading", "stopped": False, "crashes": crashes}
-    if crashes >= _MOST_CRASHES:
-        update |= {"state": "rolled back", "by": ITSELF}
-        update["reason"] = f"the process crashed {crashes} times while version {kept.version} was tried out"
-    return kept.model_copy(update=update)
+    continued = kept.model_copy(update={"state": "loading", "stopped": False, "crashes": crashes})
+    if crashes < _MOST_CRASHES:
+        return continued
+    return continued.ended("rolled back", f"the process crashed {crashes} times while version {kept.version} was tried out", ITSELF)
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -89,7 +89,7 @@ function update(answer) {
   show($("alert"), ...answer.conditions.map((found) => condition(found, answer.time_s)));
   $("alert").hidden = !worst;
   $("about").textContent = answer.server
-    ? `${location.host} · ${answer.server.version} · up ${time(Date.now() / 1000 - answer.server.started)}` : location.host;
+    ? `${location.host} · ${answer.server.version} · up ${time(answer.time_s - answer.server.started)}` : location.host;
   show($("tiles"), ...tiles(overview(answer, before, seconds)));
   show($("problems"), problems(answer));
   const cards = trials(answer);
@@ -163,9 +163,13 @@ function tiles(figures) {
 // -- sections -------------------------------------------------------------------------------------------------------------
 
 function condition(found, now) {
-  const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${found.level === "warning" ? "; answers are right" : ""}`;
-  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.model ? `${found.model}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")), h("p", {}, found.text));
+  const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${found.level === "warning" ? "; lookups are answered" : ""}`;
+  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.models.length ? `${found.models.join(", ")}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")),
+    h("p", {}, found.text), otherTexts(found));
 }
+
+// The further texts of a condition or problem, folded.
+const otherTexts = (found) => (found.others.length ? h("details", {}, h("summary.soft", {}, found.others.length > 1 ? `${found.others.length} other texts` : "another text"), ...found.others.map((text) => h("p.soft", {}, text))) : null);
 
 const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
 
@@ -185,7 +189,7 @@ function models(answer, before, seconds) {
     if (status.state === "loading" || status.state === "waiting" || status.state === "failed") card.append(...loads(status));
     if (model) {
       const others = model.versions.filter(([version]) => version !== model.version).map(([version, is]) => `version ${version} ${is}`);
-      card.append(h("p.soft", {}, [`version ${model.version} for ${time(Date.now() / 1000 - model.since)}`, ...others, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`].join(" · ")));
+      card.append(h("p.soft", {}, [`version ${model.version} for ${time(answer.time_s - model.since)}`, ...others, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`].join(" · ")));
       if (chosen(model)) card.append(h("p.fair.pinned", {}, model.pinned));
       for (const checks of model.checks ?? []) if (checks.version === model.version) card.append(h("p.soft", {}, `checks: ${checked(checks, answer.time_s)}`));
       const todo = advice(model, same, seconds);
@@ -309,8 +313,7 @@ function problems(answer) {
   const entries = answer.problems.map((problem) => {
     const last = ago(answer.time_s - problem.time_s);
     const when = problem.count > 1 ? `${count(problem.count)} times, last ${last}, first at ${clockTime(problem.first_s)}` : `once, ${last}, at ${clockTime(problem.time_s)}`;
-    return h("li.problem", {}, h("p.head", {}, h(`b.${problem.level === "warning" ? "fair" : "bad"}`, {}, problem.level), h("span.soft", {}, when)), h("p", {}, problem.text),
-      problem.others.length ? h("details", {}, h("summary.soft", {}, problem.others.length > 1 ? `${problem.others.length} other texts` : "another text"), ...problem.others.map((text) => h("p.soft", {}, text))) : null);
+    return h("li.problem", {}, h("p.head", {}, h(`b.${problem.level === "warning" ? "fair" : "bad"}`, {}, problem.level), h("span.soft", {}, when)), h("p", {}, problem.text), otherTexts(problem));
   });
   const list = (shown) => h("ol.problems", {}, ...shown), more = entries.slice(MOST_KINDS);
   return h("div.card", {}, list(entries.slice(0, MOST_KINDS)), more.length ? h("details", {}, h("summary", {}, `${more.length} more kinds`), list(more)) : null);

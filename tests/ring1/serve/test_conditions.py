@@ -1,5 +1,6 @@
 """What is wrong with a server, worst first, and since when."""
 
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -49,14 +50,16 @@ NOTHING: dict[str, Any] = {"not_ready": "", "broken": "", "degraded": "", "model
 
 
 def found(**given: Any) -> list[tuple[str, str, str, str]]:
-    return [(entry.level, entry.name, entry.model, entry.text) for entry in conditions(**{**NOTHING, **given})]
+    entries = conditions(**{**NOTHING, **given})
+    assert not any(entry.others for entry in entries)
+    return [(entry.level, entry.name, ", ".join(entry.models), entry.text) for entry in entries]
 
 
 CAUSES = "vectors of item: alignment 0.01; scores: correlation -1"
 HELD = ("warning", "version held", "ads", f"version 8 is held by its checks: {CAUSES}")
 KEPT_ON = ("warning", "deploy failed", "ads", "version 7 serves on; the last deployment failed: no file")
 UNREAD = "no database answers for table1: lookups of keys that the cache lacks fail"
-ROLLED_BACK = {"mode": "canary", "state": "rolled back", "version": "8", "reason": "p99 of version 8 is 9 ms"}
+ROLLED_BACK = {"mode": "canary", "state": "rolled back", "version": "8", "serving": "7", "reason": "p99 of version 8 is 9 ms"}
 BACK = ("warning", "rolled back", "ads", "the canary of version 8: p99 of version 8 is 9 ms")
 FAILED = ModelStatus(name="feed", state="failed", percent=0, reason="no such file", tables=[])
 
@@ -74,6 +77,7 @@ FAILED = ModelStatus(name="feed", state="failed", percent=0, reason="no such fil
         ({"server": served(rollout=ROLLED_BACK)}, [BACK]),
         ({"server": served(rollout={**ROLLED_BACK, "reason": ""})}, []),  # a person did it
         ({"server": served(rollout={**ROLLED_BACK, "state": "running"})}, []),
+        ({"server": served(rollout={**ROLLED_BACK, "serving": "6"})}, []),  # version 7 was deployed since
         ({"server": served(lag_s=60.0)}, []),
         ({"server": served(lag_s=60.5)}, [("warning", "updates late", "", "behind the log of updates: ads.item 60 s")]),
         ({"models": [FAILED]}, [("error", "model failed", "feed", "no such file")]),
@@ -88,6 +92,34 @@ def test_the_worst_condition_is_the_first() -> None:
     server = served((False,), held=True, lag_s=99.0)
     names = [name for _, name, *_ in found(server=server, not_ready="a", broken="b", degraded="c")]
     assert names == ["not ready", "restart needed", "lookups fail", "degraded", "version held", "updates late"]
+
+
+def failed(*reasons: tuple[str, str]) -> list[ModelStatus]:
+    return [FAILED.model_copy(update={"name": name, "reason": reason}) for name, reason in reasons]
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        (failed(("ads", "no room"), ("feed", "no room")), ("no room", ())),
+        (failed(("ads", "no room"), ("feed", "no file")), ("ads: no room", ("feed: no file",))),
+    ],
+)
+def test_what_has_happened_to_many_models_is_one_condition(
+    models: list[ModelStatus], expected: tuple[str, tuple[str, ...]]
+) -> None:
+    [entry] = conditions(**{**NOTHING, "models": models})
+    assert (entry.name, entry.models, (entry.text, entry.others)) == ("model failed", ("ads", "feed"), expected)
+
+
+def test_two_held_versions_of_a_model_are_one_condition() -> None:
+    server = served(held=True)
+    [ads] = server.models
+    versions = (*ads.versions, ("9", "held"))
+    checks = (*ads.checks, replace(ads.checks[0], version="9"))
+    [entry] = conditions(**{**NOTHING, "server": replace(server, models=(replace(ads, versions=versions, checks=checks),))})
+    text = "version {} is held by its checks: " + CAUSES
+    assert (entry.models, entry.text, entry.others) == (("ads",), text.format(8), (text.format(9),))
 
 
 def test_every_condition_has_a_runbook() -> None:

@@ -3,6 +3,7 @@
 import io
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 
 import pytest
 from rich.console import Console
@@ -27,7 +28,7 @@ def answer(at_s, done):
     model = ModelStatistics("m", "1", (("1", "serving"),), 0.0, latency, stages, 4, 1, tables)
     server = ServerStatistics("0", 0.0, 1 << 28, (model,), (), {}, {})
     service = {"ready": True, "degraded": "", "fronts": 2, "connections": 40, "pending": 3, "held_bytes": 1 << 16}
-    return {"at_s": at_s, "server": asdict(server), "service": service, "conditions": [], "models": [], "problems": []}
+    return {"at_s": at_s, "time_s": 1e9 + at_s, "server": asdict(server), "service": service, "conditions": [], "models": [], "problems": []}
 
 
 @pytest.mark.parametrize("width", [80, 120, 10_000])
@@ -48,13 +49,19 @@ def test_no_figure_is_cut(width):
 def test_conditions_are_below_the_state_and_problems_are_folded():
     screen = Console(width=120, record=True, file=io.StringIO())
     now = answer(2.0, 2000)
-    names = (("degraded", "", "redis_cluster is away"), ("version held", "ads", "alignment 0.01"))
-    now["conditions"] = [{"level": "warning", "name": name, "model": model, "text": text} for name, model, text in names]
+    conditions = (
+        ("degraded", [], "redis_cluster is away", []),
+        ("version held", ["ads", "feed"], "ads: alignment 0.01", ["feed: alignment 0.02"]),
+    )
+    now["conditions"] = [
+        {"level": "warning", "name": name, "models": models, "text": text, "others": others}
+        for name, models, text, others in conditions
+    ]
     problem = {"first_s": 1.0, "time_s": 9.0, "level": "warning", "count": 148, "text": "reads of volatile_db failed"}
     now["problems"] = [problem] * 10
     screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
     lines = screen.export_text().splitlines()
-    assert lines[1:3] == ["degraded: redis_cluster is away", "version held: ads: alignment 0.01"]
+    assert lines[1:3] == ["degraded: redis_cluster is away", "version held: ads, feed: ads: alignment 0.01 (1 more)"]
     times = [time.strftime("%H:%M:%S", time.localtime(at)) for at in (9, 1)]
     assert lines.count(f"{times[0]} warning (148 times since {times[1]}): reads of volatile_db failed") == 8
     assert "2 more kinds of problems" in lines
@@ -64,7 +71,8 @@ def test_both_versions_of_a_canary_have_their_figures():
     screen = Console(width=120, record=True, file=io.StringIO())
     now = answer(2.0, 2000)
     old, new = ({"version": version, "requests": 900, "error_rate": 0.0, "p50_ms": 0.3, "p99_ms": 1.5} for version in "12")
-    rollout = {"mode": "canary", "state": "running", "share": 0.25, "step": 1, "steps": [{}, {}], "reason": ""}
+    rollout = {"mode": "canary", "state": "running", "share": 0.25, "step": 1, "steps": [{}, {}], "reason": "", "serving": "1"}
+    rollout |= {"since": datetime.fromtimestamp(now["time_s"] - 7300, UTC).isoformat(), "seconds": 100.0}
     now["server"]["models"][0]["rollout"] = {**rollout, "versions": [old, {**new, "error_rate": 0.5, "p50_ms": None}]}
     screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
     lines = [" ".join(line.split()) for line in screen.export_text().splitlines()]
@@ -73,5 +81,23 @@ def test_both_versions_of_a_canary_have_their_figures():
         "version 2 900 50.0% - 1.5 ms",
     ]
     now["server"]["models"][0]["rollout"] |= {"state": "rolled back", "reason": "p99 of version 2 is 9 ms"}
+    back = "m: canary, rolled back: p99 of version 2 is 9 ms"
+    for change, is_shown in ({}, True), ({"serving": "3"}, False), ({"seconds": 7000.0}, True):  # two hours and minutes ago
+        now["server"]["models"][0]["rollout"] |= change
+        screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
+        assert (back in screen.export_text()) == is_shown, change
+
+
+def test_a_server_of_an_older_release_is_shown():
+    screen = Console(width=120, record=True, file=io.StringIO())
+    now = answer(2.0, 2000)
+    now["service"] |= {"ready": False, "reason": "m is loading", "degraded": "redis_cluster is away"}
+    now["problems"] = [{"time_s": 9.0, "level": "warning", "count": 2, "text": "reads failed"}]
+    for name in ("time_s", "conditions"):
+        del now[name]
+    for name in ("rollout", "checks", "fleet"):
+        del now["server"]["models"][0][name]
     screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
-    assert "m: canary, rolled back: p99 of version 2 is 9 ms" in screen.export_text()
+    lines = screen.export_text().splitlines()
+    assert lines[1:3] == ["not ready: m is loading", "degraded: redis_cluster is away"]
+    assert f"{time.strftime('%H:%M:%S', time.localtime(9))} warning (2 times): reads failed" in lines

@@ -207,6 +207,23 @@ def test_texts_are_never_markup(tab, service):
     assert tab.locator("#problems img").count() == 0
 
 
+def test_what_has_happened_to_many_models_is_one_condition(tab, service):
+    names = ["ads", "<b>feed</b>", "home"]
+    texts = [f"{name}: no <i>room</i>" for name in names]
+    about = {"level": "error", "name": "model failed", "since_s": 0.0, "runbook": "hpsmodelnotready"}
+    found = {**about, "models": names, "text": texts[0], "others": texts[1:]}
+    doctored(tab, lambda body, number: body.update(conditions=[found]))
+    tab.goto(service.url)
+    condition = tab.locator(".condition")
+    expect(condition.locator("b")).to_have_text(["ads, <b>feed</b>, home: model failed"])
+    expect(condition.locator("> p").last).to_have_text(texts[0])
+    expect(condition.locator("summary")).to_have_text("2 other texts")
+    condition.locator("summary").click()
+    expect(condition.locator("details p")).to_have_text(texts[1:])
+    expect(tab.locator("#state")).to_have_text("model failed")
+    expect(condition.locator("a")).to_have_attribute("href", "runbooks#hpsmodelnotready")
+
+
 def test_a_server_that_is_gone_is_said_to_be(chromium, tmp_path):
     document = document_of(model_of("ranker", [write(tmp_path / "item", range(10), 3)], {"item": 3}))
     with opened(chromium) as tab:

@@ -126,6 +126,31 @@ def test_a_failed_change_is_said(tab: Page, service: RunningService) -> None:
     expect(tab.locator("#changes td.bad")).to_be_visible()
 
 
+@pytest.mark.parametrize("replaced", [True, False], ids=["by another change", "with its process"])
+def test_a_change_whose_outcome_is_gone_is_not_awaited(tab: Page, service: RunningService, replaced: bool) -> None:
+    changes: list[dict[str, Any]] = []
+    lost: list[bool] = []
+
+    def change(body: dict[str, Any], number: int) -> None:
+        body["changes"] = [*changes]
+        body["server"]["started"] += bool(lost and not replaced)
+
+    doctored(tab, change)
+    tab.route("**/v1/models/shop/**", lambda route: route.fulfill(status=202, json={"model": "shop", "number": 7}))
+    tab.goto(service.url)
+    tab.click("[data-act=deploy]")
+    tab.fill("#act-token", ADMIN)
+    tab.click("#act-do")
+    outcome = tab.locator("#outcome")
+    expect(outcome).to_have_text("Deploy shop: under way")
+    about = {"model": "shop", "what": "POST /v1/models/shop/deploy", "by": "127.0.0.1", "since": "2026-12-01T00:00:00Z"}
+    changes.append({**about, "number": 7, "seconds": 1.0, "rows": 1234})
+    expect(outcome).to_have_text("Deploy shop: under way, 1,234 rows loaded")
+    lost.append(True)
+    changes[0] = {**about, "number": 8 if replaced else 1, "seconds": 1.0}
+    expect(outcome).to_have_text("Deploy shop: it has ended; the server's log has its outcome")
+
+
 @pytest.mark.parametrize("administration", ["off", "loopback", "token", "certificate or token"])
 def test_changes_are_offered_where_the_server_makes_them(
     tab: Page, shop: dict[str, Any], tmp_path: Path, administration: str
@@ -203,7 +228,8 @@ BROKEN = "error rate of version 8 is 100.0 % (53 of 53 requests in 5 s), that of
 def rollout(body: dict[str, Any], others: list[list[str]], **more: Any) -> None:
     body["server"]["models"][0]["versions"] += others
     body["server"]["models"][0]["fleet"] = more.pop("fleet", False)
-    since = datetime.fromtimestamp(body["time_s"] - ROLLOUT["seconds"], UTC).isoformat(timespec="milliseconds")
+    began_s = body["time_s"] - ROLLOUT["seconds"] - more.pop("ended_ago_s", 0.0)
+    since = datetime.fromtimestamp(began_s, UTC).isoformat(timespec="milliseconds")
     body["server"]["models"][0]["rollout"] = {**ROLLOUT, "since": since, **more}
 
 
@@ -246,7 +272,16 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
         more |= {"state": "rolled back", "share": 0.0, "by": "itself", "reason": BROKEN}
         expect(card.locator(".chip")).to_have_text("canary rolled back")
         expect(card.locator(".reason")).to_have_text(BROKEN)
+        expect(card).to_contain_text("version 8 beside 7, just now, by itself")
         expect(actions).to_have_count(0)
+        more |= {"ended_ago_s": 7200.0, "serving": "1"}
+        expect(card).to_contain_text("version 8 beside 1, 2 h ago, by itself")  # which serves
+        more["serving"] = "6"
+        expect(card).to_have_count(0)  # another version serves since
+        more |= {"ended_ago_s": 60.0, "state": "promoted", "reason": "", "by": "127.0.0.1 (admin token)"}
+        expect(card).to_contain_text("60 s ago, by 127.0.0.1 (admin token)")
+        more |= {"state": "loading", "by": ""}
+        expect(card).to_contain_text("version 8 beside 6, for 12 min")
         tab.locator("[data-model=shop] [data-act=canary]").click()
         tab.select_option("#act-fields [name=mode]", "shadow")
         for name, text in (("version", "9"), ("share", "2.5"), ("steps", "5%:10m, 25%:90s, 100%")):

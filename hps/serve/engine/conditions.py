@@ -140,7 +140,9 @@ def _trials(model: ModelStatistics, failure: str) -> Iterator[Condition]:
     for checks in model.checks:
         if checks.version in held:
             causes = "; ".join(map(str, checks.failed))
-            yield Condition("warning", "version held", f"version {checks.version} is held by its checks: {causes}", (model.name,))
+            yield Condition(
+                "warning", "version held", f"version {checks.version} is held by its checks: {causes}", (model.name,)
+            )
     if failure and not held:
         text = f"version {model.version} serves on; the last deployment failed: {failure}"
         yield Condition("warning", "deploy failed", text, (model.name,))

@@ -601,7 +601,9 @@ def _continued(kept: RolloutRecord) -> RolloutRecord:
     continued = kept.model_copy(update={"state": "loading", "stopped": False, "crashes": crashes})
     if crashes < _MOST_CRASHES:
         return continued
-    return continued.ended("rolled back", f"the process crashed {crashes} times while version {kept.version} was tried out", ITSELF)
+    return continued.ended(
+        "rolled back", f"the process crashed {crashes} times while version {kept.version} was tried out", ITSELF
+    )
 
 
 def _ms(seconds: float | None) -> float | None:

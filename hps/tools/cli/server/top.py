@@ -114,7 +114,12 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
     for problem in now["problems"][:_PROBLEMS]:
         since = f" since {_clock(problem['first_s'])}" if "first_s" in problem else ""
         times = f" ({problem['count']} times{since})" if problem["count"] > 1 else ""
-        parts.append(Text(f"{_clock(problem['time_s'])} {problem['level']}{times}: {problem['text']}", _COLORS.get(problem["level"], "red")))
+        parts.append(
+            Text(
+                f"{_clock(problem['time_s'])} {problem['level']}{times}: {problem['text']}",
+                _COLORS.get(problem["level"], "red"),
+            )
+        )
     if (more := len(now["problems"]) - _PROBLEMS) > 0:
         parts.append(Text(f"{more} more kinds of problems"))
     if server:
@@ -134,7 +139,9 @@ def _has_news(model: _Answer, now: _Answer) -> bool:
         return False
     ended_s = datetime.fromisoformat(rollout["since"]).timestamp() + rollout["seconds"]
     under_way = rollout["state"] in ("running", "loading")
-    return under_way or now["time_s"] - ended_s < _RECENT_S or bool(rollout["reason"] and rollout["serving"] == model["version"])
+    return (
+        under_way or now["time_s"] - ended_s < _RECENT_S or bool(rollout["reason"] and rollout["serving"] == model["version"])
+    )
 
 
 def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":

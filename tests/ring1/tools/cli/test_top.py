@@ -28,7 +28,15 @@ def answer(at_s, done):
     model = ModelStatistics("m", "1", (("1", "serving"),), 0.0, latency, stages, 4, 1, tables)
     server = ServerStatistics("0", 0.0, 1 << 28, (model,), (), {}, {})
     service = {"ready": True, "degraded": "", "fronts": 2, "connections": 40, "pending": 3, "held_bytes": 1 << 16}
-    return {"at_s": at_s, "time_s": 1e9 + at_s, "server": asdict(server), "service": service, "conditions": [], "models": [], "problems": []}
+    return {
+        "at_s": at_s,
+        "time_s": 1e9 + at_s,
+        "server": asdict(server),
+        "service": service,
+        "conditions": [],
+        "models": [],
+        "problems": [],
+    }
 
 
 @pytest.mark.parametrize("width", [80, 120, 10_000])

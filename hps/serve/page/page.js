@@ -86,7 +86,7 @@ function update(answer) {
   const [worst] = answer.conditions;
   state(worst ? worst.name : "ready", worst ? { error: "bad", warning: "fair" }[worst.level] : "good");
   document.title = worst ? `${worst.name} · hps` : "hps";
-  show($("alert"), ...answer.conditions.map((found) => condition(found, answer.time_s)));
+  show($("alert"), ...answer.conditions.map((found) => condition(found, answer.time_s, worst.level)));
   $("alert").hidden = !worst;
   $("about").textContent = answer.server
     ? `${location.host} · ${answer.server.version} · up ${time(answer.time_s - answer.server.started)}` : location.host;
@@ -162,8 +162,8 @@ function tiles(figures) {
 
 // -- sections -------------------------------------------------------------------------------------------------------------
 
-function condition(found, now) {
-  const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${found.level === "warning" ? "; lookups are answered" : ""}`;
+function condition(found, now, worst) {
+  const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${worst === "warning" ? "; lookups are answered" : ""}`;
   return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.models.length ? `${found.models.join(", ")}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")),
     h("p", {}, found.text), otherTexts(found));
 }

@@ -1,5 +1,6 @@
 """What is wrong with a server, worst first, and since when."""
 
+import threading
 from dataclasses import replace
 from importlib import resources
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 import hps
+from hps.ground.threads.workers import THREADS
 from hps.serve.engine.conditions import RUNBOOKS, ConditionWatch, conditions
 from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.protocol.schemas import ModelStatus
@@ -19,6 +21,7 @@ from hps.statistics.snapshot import (
     TierStatistics,
     VersionChecks,
 )
+from hps.testing.waiting import PATIENCE_S
 from tests.fakes.clock import Clock
 from tests.servers.running_service import document_of, model_of
 
@@ -46,6 +49,11 @@ def served(
     return ServerStatistics("0", 0.0, 0, (model,), (), {}, {"ads.item": lag_s})
 
 
+def server_behind(*lags_s: float) -> ServerStatistics:
+    """Statistics of a server whose tables are behind their log of updates."""
+    return replace(served(), updates={f"shop.{number}": lag_s for number, lag_s in enumerate(lags_s)})
+
+
 NOTHING: dict[str, Any] = {"not_ready": "", "broken": "", "degraded": "", "models": [], "failures": {}, "server": None}
 
 
@@ -56,6 +64,7 @@ def found(**given: Any) -> list[tuple[str, str, str, str]]:
 
 
 CAUSES = "vectors of item: alignment 0.01; scores: correlation -1"
+BEHIND = "behind the log of updates:"
 HELD = ("warning", "version held", "ads", f"version 8 is held by its checks: {CAUSES}")
 KEPT_ON = ("warning", "deploy failed", "ads", "version 7 serves on; the last deployment failed: no file")
 UNREAD = "no database answers for table1: lookups of keys that the cache lacks fail"
@@ -79,7 +88,8 @@ FAILED = ModelStatus(name="feed", state="failed", percent=0, reason="no such fil
         ({"server": served(rollout={**ROLLED_BACK, "state": "running"})}, []),
         ({"server": served(rollout={**ROLLED_BACK, "serving": "6"})}, []),  # version 7 was deployed since
         ({"server": served(lag_s=60.0)}, []),
-        ({"server": served(lag_s=60.5)}, [("warning", "updates late", "", "behind the log of updates: ads.item 60 s")]),
+        ({"server": served(lag_s=60.5)}, [("warning", "updates late", "", f"{BEHIND} ads.item 60 s")]),
+        ({"server": server_behind(61.0, 90.0)}, [("warning", "updates late", "", f"{BEHIND} shop.1 90 s, shop.0 61 s")]),
         ({"models": [FAILED]}, [("error", "model failed", "feed", "no such file")]),
         ({"models": [FAILED], "not_ready": "1 of 2 models failed"}, [("error", "not ready", "", "1 of 2 models failed")]),
     ],
@@ -132,8 +142,36 @@ def test_every_condition_has_a_runbook() -> None:
     assert [place for place in RUNBOOKS.values() if f' id="{place}">' not in page] == []
 
 
-def test_a_condition_lasts_since_it_was_seen_without_a_gap() -> None:
-    clock, lifecycle = Clock(), Lifecycle(hps.load_configuration(document_of(model_of("ads", ["nowhere"], {"item": 4}))))
+@pytest.fixture
+def lifecycle() -> Lifecycle:
+    """A service that is starting."""
+    return Lifecycle(hps.load_configuration(document_of(model_of("ads", ["nowhere"], {"item": 4}))))
+
+
+def test_a_thread_that_has_ended_is_a_condition(lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(THREADS, "problem", "thread load ended")
+    names = {entry.name: entry.text for entry in ConditionWatch(lifecycle).find(None)}
+    assert names["restart needed"] == "thread load ended"
+
+
+def test_conditions_are_watched_while_nobody_asks(lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, clock = threading.Event(), Clock(5.0)
+
+    def now() -> float:
+        looked.set()
+        return clock()
+
+    monkeypatch.setattr("hps.serve.engine.conditions._EVERY_S", 0.001)
+    watch = ConditionWatch(lifecycle, now)
+    watch.start()
+    assert looked.wait(PATIENCE_S)
+    watch.close()
+    clock.now = 60.0
+    assert [(entry.name, entry.since_s) for entry in watch.find(None)] == [("not ready", 5.0)]
+
+
+def test_a_condition_lasts_since_it_was_seen_without_a_gap(lifecycle: Lifecycle) -> None:
+    clock = Clock()
     watch = ConditionWatch(lifecycle, clock)
 
     def since() -> dict[str, float]:

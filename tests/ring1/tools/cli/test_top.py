@@ -1,15 +1,20 @@
 """`hps top` on screens of every width."""
 
 import io
+import re
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from hps import errors
 from hps.statistics.snapshot import Latency, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
+from hps.tools.cli.server import top
 from hps.tools.cli.server.top import shown
+from tests.fakes.clock import Clock, Pauses
 
 LONG = "a_name_that_is_far_longer_than_anybody_should_have_made_it_and_yet_here_it_is_in_full"
 
@@ -73,6 +78,77 @@ def test_conditions_are_below_the_state_and_problems_are_folded():
     times = [time.strftime("%H:%M:%S", time.localtime(at)) for at in (9, 1)]
     assert lines.count(f"{times[0]} warning (148 times since {times[1]}): reads of volatile_db failed") == 8
     assert "2 more kinds of problems" in lines
+
+
+def test_rates_and_shares_are_those_between_two_answers():
+    before, now = answer(10.0, 1000), answer(12.0, 3000)
+    [was], [model] = before["server"]["models"], now["server"]["models"]
+    for stage, at, then in (("query", 1.0, 7.0), ("volatile_db", 1.0, 2.0), ("insert", 5.0, 6.0), ("unique", 2.0, 4.0)):
+        for figures, total_s in ((was, at), (model, then)):
+            figures["stages"][stage] = {**figures["lookups"], "total_s": total_s}
+    was["tables"][0]["defaults"], model["tables"][0]["defaults"] = 1000, 6000
+    model["tables"][0]["tiers"][1]["available"] = False
+    now["models"] = [
+        {"name": "m", "state": "ready", "percent": 100},
+        {"name": "slow", "state": "loading", "percent": 7, "reason": "3 tables"},
+    ]
+    now["problems"] = [{"first_s": 1.0, "time_s": 1.0, "level": "critical", "count": 2, "text": "lost"}]
+    screen = Console(width=10_000, record=True, file=io.StringIO())
+    screen.print(shown("http://127.0.0.1:8000", now, before))
+    lines = [" ".join(line.split()) for line in screen.export_text().splitlines()]
+    assert "m 1 1.0 k 500 us 950 us 990 us 1 of 4 query 60%, unique 20%, volatile 10%" in lines
+    assert "item 32 50.0 k 250 k 80.0% 80.0% 1.0% 24.3 k of 25.0 k 1.0 k 3.4 MB not read" in lines
+    assert "slow: loading, 7 %: 3 tables" in lines
+    assert any("critical (2 times since" in line for line in lines)
+    screen.print(shown("http://127.0.0.1:8000", now, {**before, "server": {**before["server"], "models": []}}))
+    assert "m 1 1.5 k 500 us" in " ".join(screen.export_text().split()), "it was not there before: all of its lookups are new"
+
+
+class Replica:
+    """A server that gives these answers, or fails so, and then is left."""
+
+    addresses = ("http://127.0.0.1:8000",)
+
+    def __init__(self, *answers):
+        self._answers = [*answers, KeyboardInterrupt()]
+
+    def ask(self, path):
+        assert path == "/v1/stats"
+        given = self._answers.pop(0)
+        if isinstance(given, BaseException):
+            raise given
+        return given
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """A terminal, on which pauses take no time."""
+    terminal = Console(width=120, height=40, force_terminal=True, color_system=None, file=io.StringIO())
+    clock = Clock(100.0)
+    monkeypatch.setattr(top.console, "screen", lambda: terminal)
+    monkeypatch.setattr(top, "time", SimpleNamespace(**vars(time) | {"monotonic": clock, "sleep": Pauses(99, clock).wait}))
+    return terminal
+
+
+def test_a_server_that_restarts_is_waited_for_and_its_counts_begin_again(screen):
+    restarted = answer(1.0, 50)
+    restarted["server"]["started"] = 7.0
+    away = errors.RemoteConnectionError("nobody listens there")
+    with pytest.raises(KeyboardInterrupt):
+        top.top_command.__wrapped__(Replica(answer(0.0, 1000), answer(2.0, 3000), away, restarted), 2.0)
+    text = screen.file.getvalue()
+    assert "nobody listens there" in text
+    assert "the last answer is 2 s old" in text
+    assert " 1.0 k " in text
+    assert "-" in text.rpartition("most time in")[2]
+    assert not re.search(r"-\d", text.rpartition("most time in")[2]), "a count that began again is no negative rate"
+
+
+def test_a_server_that_stays_away_is_given_up(screen):
+    away = [errors.RemoteConnectionError("nobody listens there")] * 50
+    with pytest.raises(errors.RemoteConnectionError):
+        top.top_command.__wrapped__(Replica(answer(0.0, 0), *away), 2.0)
+    assert "the last answer is 60 s old" in screen.file.getvalue()
 
 
 def test_both_versions_of_a_canary_have_their_figures():

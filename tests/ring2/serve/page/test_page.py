@@ -212,16 +212,25 @@ def test_what_has_happened_to_many_models_is_one_condition(tab, service):
     texts = [f"{name}: no <i>room</i>" for name in names]
     about = {"level": "error", "name": "model failed", "since_s": 0.0, "runbook": "hpsmodelnotready"}
     found = {**about, "models": names, "text": texts[0], "others": texts[1:]}
-    doctored(tab, lambda body, number: body.update(conditions=[found]))
+    warning = {**about, "level": "warning", "name": "degraded", "models": [], "text": "device 0 is lost", "others": []}
+    conditions = [found, warning]
+    doctored(tab, lambda body, number: body.update(conditions=conditions))
     tab.goto(service.url)
-    condition = tab.locator(".condition")
+    condition = tab.locator(".condition.bad")
     expect(condition.locator("b")).to_have_text(["ads, <b>feed</b>, home: model failed"])
     expect(condition.locator("> p").last).to_have_text(texts[0])
     expect(condition.locator("summary")).to_have_text("2 other texts")
     condition.locator("summary").click()
     expect(condition.locator("details p")).to_have_text(texts[1:])
     expect(tab.locator("#state")).to_have_text("model failed")
+    expect(tab.locator("#state")).to_have_class("badge bad")
     expect(condition.locator("a")).to_have_attribute("href", "runbooks#hpsmodelnotready")
+    calm, warned = "lookups are answered", tab.locator(".condition.fair")
+    expect(warned).to_contain_text("device 0 is lost")
+    expect(warned).not_to_contain_text(calm)
+    del conditions[0]
+    expect(warned).to_contain_text(calm)
+    expect(tab.locator("#state")).to_have_class("badge fair")
 
 
 def test_a_server_that_is_gone_is_said_to_be(chromium, tmp_path):

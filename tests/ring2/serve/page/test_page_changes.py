@@ -124,6 +124,10 @@ def test_a_failed_change_is_said(tab: Page, service: RunningService) -> None:
     tab.click("#act-do")
     expect(tab.locator("#outcome")).to_have_text(re.compile("^Deploy shop: failed: .*version"))
     expect(tab.locator("#changes td.bad")).to_be_visible()
+    expect(tab.locator(".condition")).to_contain_text(
+        re.compile("^shop: deploy failed.*version 1 serves on; the last deployment failed: ")
+    )
+    expect(tab).to_have_title("deploy failed · hps")
 
 
 @pytest.mark.parametrize("replaced", [True, False], ids=["by another change", "with its process"])

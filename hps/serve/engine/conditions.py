@@ -130,7 +130,7 @@ def _unread(model: ModelStatistics) -> Iterator[Condition]:
 
 
 def _trials(model: ModelStatistics, failure: str) -> Iterator[Condition]:
-    """Yield a condition for a version that was rolled back by itself, each held version, or else for a failed deployment."""
+    """Yield a condition for a version that was rolled back by itself, each held version, and a failed deployment."""
     rollout = model.rollout or {}
     # It needs nobody any more once another version serves than the one beside which it was tried out.
     if rollout.get("state") == "rolled back" and rollout["reason"] and rollout["serving"] == model.version:
@@ -143,6 +143,6 @@ def _trials(model: ModelStatistics, failure: str) -> Iterator[Condition]:
             yield Condition(
                 "warning", "version held", f"version {checks.version} is held by its checks: {causes}", (model.name,)
             )
-    if failure and not held:
+    if failure:
         text = f"version {model.version} serves on; the last deployment failed: {failure}"
         yield Condition("warning", "deploy failed", text, (model.name,))

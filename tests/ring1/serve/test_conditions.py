@@ -81,7 +81,7 @@ FAILED = ModelStatus(name="feed", state="failed", percent=0, reason="no such fil
         ({"server": served((False, True))}, []),  # its chip says so; `degraded` says why
         ({"server": served((True,), (False, False))}, [("error", "lookups fail", "ads", UNREAD)]),
         ({"server": served(held=True)}, [HELD]),
-        ({"server": served(held=True), "failures": {"ads": "it is held"}}, [HELD]),
+        ({"server": served(held=True), "failures": {"ads": "no file"}}, [HELD, KEPT_ON]),  # of a later version
         ({"server": served(), "failures": {"ads": "no file"}}, [KEPT_ON]),
         ({"server": served(rollout=ROLLED_BACK)}, [BACK]),
         ({"server": served(rollout={**ROLLED_BACK, "reason": ""})}, []),  # a person did it

@@ -50,6 +50,7 @@ def test_numbers_keys_hosts_names_and_paths_make_no_other_kind(text: str, other:
         ("reads of volatile_db: timed out", "writes of volatile_db: timed out"),
         ("device 1 is lost: out of memory", "device 1 is lost: illegal address"),
         ("don't load 'a'; it's old", "don't load 'a'; it's new"),
+        ("it's the disk's fault", "it's the network's fault"),
     ],
 )
 def test_other_words_make_another_kind(text: str, other: str) -> None:

@@ -88,7 +88,8 @@ function parsed(steps) {
 export function ask({ act, of: model, version }, fleet) {
   const [verb, text, fields] = ACTIONS[act];
   const what = { canary: "a trial of" }[act] ?? "";
-  const title = [verb, what, act !== "canary" && version && `version ${version} of`, model].filter(Boolean).join(" ");
+  const title = act === "rollback" && version ? `${verb} ${model} to version ${version}` // again would return to the version that was left
+    : [verb, what, act !== "canary" && version && `version ${version} of`, model].filter(Boolean).join(" ");
   wanted = { act, model, version, fleet, title };
   $("act-title").textContent = `${title}?`;
   $("act-text").textContent = `${text}${fleet && act !== "accept" ? " This changes all replicas of the fleet." : ""} Server: ${location.host}.`;

@@ -196,8 +196,8 @@ function models(answer, before, seconds) {
       if (todo.length) card.append(h("ul.advice.fair", {}, ...todo.map((text) => h("li", {}, text))));
       card.append(...stages(model, same), tables(model, same, seconds));
     }
-    const kept = model?.versions.some(([, is]) => is === "kept"), running = model?.rollout?.state === "running";
-    const made = [button("deploy", status.name, "Deploy…"), model && !running ? button("rollback", status.name, kept ? "Roll back…" : "Roll back a version…") : null,
+    const kept = model?.fleet ? "" : model?.versions.filter(([, is]) => is === "kept").at(-1)?.[0] ?? "", running = model?.rollout?.state === "running";
+    const made = [button("deploy", status.name, "Deploy…"), model && !running ? button("rollback", status.name, kept ? `Roll back to ${kept}…` : "Roll back…", kept) : null,
       model && chosen(model) ? button("unpin", status.name, "Unpin…") : null, model && !running ? button("canary", status.name, "Start a canary…") : null].filter(Boolean);
     if (made.length) card.append(h("div.buttons", {}, ...made));
     return card;

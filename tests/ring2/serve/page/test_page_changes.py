@@ -79,14 +79,17 @@ def test_a_version_is_deployed_and_rolled_back_with_the_keyboard(
     expect(tab.locator("[data-model=shop] .pinned")).to_contain_text("pinned by deploy")
     expect(tab.locator("#changes tbody tr")).to_contain_text("POST /v1/models/shop/deploy version 2")
     expect(tab.locator("#changes tbody tr")).to_contain_text("127.0.0.1 (admin token)")
+    expect(tab.locator("[data-act=rollback]")).to_have_text("Roll back to 1…")
     tab.locator("[data-act=rollback]").press("Enter")
+    expect(tab.locator("#act-title")).to_have_text("Roll back shop to version 1?")
     expect(tab.locator("#act-secret")).to_be_hidden()  # the page remembers it
     tab.keyboard.press("Enter")  # on Cancel
     expect(dialog).to_be_hidden()
     assert serves(service) == "2"
     tab.locator("[data-act=rollback]").press("Enter")
     tab.locator("#act-do").press("Enter")
-    expect(outcome).to_have_text(re.compile(r"^Roll back shop: done after .* s; version 1 serves$"))
+    expect(outcome).to_have_text(re.compile(r"^Roll back shop to version 1: done after .* s; version 1 serves$"))
+    expect(tab.locator("[data-act=rollback]")).to_have_text("Roll back to 2…")  # not further back
     done = [record.getMessage() for record in caplog.records]
     assert [re.sub(r"[\d.]+ s$", "", line) for line in done if ": done" in line] == [
         "POST /v1/models/shop/deploy version 2, by 127.0.0.1 (admin token): done after ",

@@ -79,22 +79,41 @@ def test_a_version_is_deployed_and_rolled_back_with_the_keyboard(
     expect(tab.locator("[data-model=shop] .pinned")).to_contain_text("pinned by deploy")
     expect(tab.locator("#changes tbody tr")).to_contain_text("POST /v1/models/shop/deploy version 2")
     expect(tab.locator("#changes tbody tr")).to_contain_text("127.0.0.1 (admin token)")
-    expect(tab.locator("[data-act=rollback]")).to_have_text("Roll back to 1…")
     tab.locator("[data-act=rollback]").press("Enter")
-    expect(tab.locator("#act-title")).to_have_text("Roll back shop to version 1?")
     expect(tab.locator("#act-secret")).to_be_hidden()  # the page remembers it
     tab.keyboard.press("Enter")  # on Cancel
     expect(dialog).to_be_hidden()
     assert serves(service) == "2"
     tab.locator("[data-act=rollback]").press("Enter")
     tab.locator("#act-do").press("Enter")
-    expect(outcome).to_have_text(re.compile(r"^Roll back shop to version 1: done after .* s; version 1 serves$"))
-    expect(tab.locator("[data-act=rollback]")).to_have_text("Roll back to 2…")  # not further back
+    expect(outcome).to_have_text(re.compile(r"^Roll back shop: done after .* s; version 1 serves$"))
     done = [record.getMessage() for record in caplog.records]
     assert [re.sub(r"[\d.]+ s$", "", line) for line in done if ": done" in line] == [
         "POST /v1/models/shop/deploy version 2, by 127.0.0.1 (admin token): done after ",
         "POST /v1/models/shop/rollback, by 127.0.0.1 (admin token): done after ",
     ]
+
+
+def test_a_roll_back_says_which_version_it_returns_to(tab: Page, service: RunningService) -> None:
+    """A second one returns to the version that the first one left."""
+    fleet: list[bool] = []
+
+    def change(body: dict[str, Any], number: int) -> None:
+        [model] = body["server"]["models"]
+        model["versions"] += [["9", "kept"], ["7", "kept"]]
+        model["fleet"] = bool(fleet)
+
+    doctored(tab, change)
+    tab.goto(service.url)
+    roll_back, title = tab.locator("[data-act=rollback]"), tab.locator("#act-title")
+    expect(roll_back).to_have_text("Roll back to 7…")
+    roll_back.click()
+    expect(title).to_have_text("Roll back shop to version 7?")
+    tab.click("#act-cancel")
+    fleet.append(True)  # whose document says what was before
+    expect(roll_back).to_have_text("Roll back…")
+    roll_back.click()
+    expect(title).to_have_text("Roll back shop?")
 
 
 def test_the_token_is_in_no_storage_and_gone_with_the_page(tab: Page, service: RunningService) -> None:

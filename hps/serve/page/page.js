@@ -10,7 +10,7 @@ const OWN = /^\/(v1\/stats|v1\/history|page\/.*|docs|openapi.json)?$/; // the ro
 const samples = []; // {at: seconds, answer}, over the last WINDOW_S, and one before
 const history = []; // {at, ...overview}, over the last HISTORY_S
 let past = []; // likewise, from the server's history
-const PHONE_PX = 700, MOST_KINDS = 5; // problems shown at once
+const PHONE_PX = 700, MOST_KINDS = 5, MOST_NAMES = 10; // problems shown at once, models named by a condition
 const opened = new Map(); // whether a model's card is open, by its name
 let timer = 0, polling = false, pastAt = -Infinity, whole = false;
 
@@ -164,9 +164,11 @@ function tiles(figures) {
 
 function condition(found, now, worst) {
   const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${worst === "warning" ? "; lookups are answered" : ""}`;
-  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.models.length ? `${found.models.join(", ")}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")),
+  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.models.length ? `${named(found.models)}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")),
     h("p", {}, found.text), otherTexts(found));
 }
+
+const named = (models) => models.slice(0, MOST_NAMES).join(", ") + (models.length > MOST_NAMES ? ` and ${models.length - MOST_NAMES} more` : "");
 
 // The further texts of a condition or problem, folded.
 const otherTexts = (found) => (found.others.length ? h("details", {}, h("summary.soft", {}, found.others.length > 1 ? `${found.others.length} other texts` : "another text"), ...found.others.map((text) => h("p.soft", {}, text))) : null);

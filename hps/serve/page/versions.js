@@ -5,6 +5,7 @@ import { cell, h, table } from "./dom.js";
 import { ago, clock, count, percent, portion, time } from "./figures.js";
 
 const RECENT_S = 3600;
+const NOISE_MS = 1; // shorter times break no bound
 
 export function trials(answer) {
   const models = answer.server?.models ?? [];
@@ -74,7 +75,7 @@ function sides(it) {
     ["requests", count(old.requests), count(fresh.requests), bounds.least_requests ? `≥ ${count(bounds.least_requests)}` : "", false],
     ["errors", percent(old.error_rate), percent(fresh.error_rate), bounds.error_rate == null ? "" : `≤ +${portion(bounds.error_rate)}`, fresh.error_rate > old.error_rate + bounds.error_rate],
     ["p50", ms(old.p50_ms), ms(fresh.p50_ms), "", false],
-    ["p99", ms(old.p99_ms), ms(fresh.p99_ms), bounds.p99_factor == null ? "" : `≤ × ${bounds.p99_factor}`, bounds.p99_factor && fresh.p99_ms > bounds.p99_factor * old.p99_ms],
+    ["p99", ms(old.p99_ms), ms(fresh.p99_ms), bounds.p99_factor == null ? "" : `≤ × ${bounds.p99_factor}`, bounds.p99_factor && fresh.p99_ms > Math.max(NOISE_MS, bounds.p99_factor * old.p99_ms)],
   ];
   if (it.compared?.difference != null) {
     rows.push(["difference", "", it.compared.difference.toPrecision(2), bounds.difference == null ? "" : `≤ ${bounds.difference}`, bounds.difference != null && it.compared.difference > bounds.difference]);

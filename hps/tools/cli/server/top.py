@@ -24,6 +24,7 @@ EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
 _TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
 _ANY_WIDTH = 10_000  # of a pipe
 _PROBLEMS = 8
+_NAMES = 10  # of models that a condition names
 _COLORS = {"warning": "yellow", "error": "red"}
 _UNREACHABLE = (
     errors.NotReadyError,
@@ -83,7 +84,8 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
     server, service, seconds = now["server"], now["service"], max(now["at_s"] - before["at_s"], 1e-9)
     parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ("ready", "bold green") if service["ready"] else "")]
     for found in now["conditions"] if "conditions" in now else _older_conditions(service):
-        where = f"{', '.join(found['models'])}: " if found["models"] else ""
+        more = f" and {len(found['models']) - _NAMES} more" if len(found["models"]) > _NAMES else ""
+        where = f"{', '.join(found['models'][:_NAMES])}{more}: " if found["models"] else ""
         others = f" ({len(found['others'])} more)" if found["others"] else ""
         parts.append(Text(f"{found['name']}: {where}{found['text']}{others}", f"bold {_COLORS[found['level']]}"))
     if server:

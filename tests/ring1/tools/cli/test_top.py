@@ -65,6 +65,7 @@ def test_conditions_are_below_the_state_and_problems_are_folded():
     conditions = (
         ("degraded", [], "redis_cluster is away", []),
         ("version held", ["ads", "feed"], "ads: alignment 0.01", ["feed: alignment 0.02"]),
+        ("deploy failed", [f"m{number}" for number in range(12)], "no file", []),
     )
     now["conditions"] = [
         {"level": "warning", "name": name, "models": models, "text": text, "others": others}
@@ -74,7 +75,11 @@ def test_conditions_are_below_the_state_and_problems_are_folded():
     now["problems"] = [problem] * 10
     screen.print(shown("http://127.0.0.1:8000", now, answer(0.0, 0)))
     lines = screen.export_text().splitlines()
-    assert lines[1:3] == ["degraded: redis_cluster is away", "version held: ads, feed: ads: alignment 0.01 (1 more)"]
+    assert lines[1:4] == [
+        "degraded: redis_cluster is away",
+        "version held: ads, feed: ads: alignment 0.01 (1 more)",
+        "deploy failed: m0, m1, m2, m3, m4, m5, m6, m7, m8, m9 and 2 more: no file",
+    ]
     times = [time.strftime("%H:%M:%S", time.localtime(at)) for at in (9, 1)]
     assert lines.count(f"{times[0]} warning (148 times since {times[1]}): reads of volatile_db failed") == 8
     assert "2 more kinds of problems" in lines

@@ -228,9 +228,38 @@ def test_what_has_happened_to_many_models_is_one_condition(tab, service):
     calm, warned = "lookups are answered", tab.locator(".condition.fair")
     expect(warned).to_contain_text("device 0 is lost")
     expect(warned).not_to_contain_text(calm)
+    warning["models"] = [f"m{number}" for number in range(12)]
+    expect(warned.locator("b")).to_have_text("m0, m1, m2, m3, m4, m5, m6, m7, m8, m9 and 2 more: degraded")
     del conditions[0]
     expect(warned).to_contain_text(calm)
     expect(tab.locator("#state")).to_have_class("badge fair")
+
+
+def test_the_latest_kinds_of_problems_are_shown_and_others_on_request(tab, service):
+    about = {"level": "warning", "logger": "hps", "first_s": 1.0, "time_s": 2.0, "count": 2, "others": []}
+    kinds = [{**about, "text": f"kind {number}"} for number in range(7)]
+    doctored(tab, lambda body, number: body.update(problems=kinds))
+    tab.goto(service.url)
+    expect(tab.locator("#problems .problem:visible > p:last-child")).to_have_text([f"kind {number}" for number in range(5)])
+    tab.locator("#problems summary", has_text="2 more kinds").click()
+    expect(tab.locator("#problems .problem:visible")).to_have_count(7)
+
+
+def test_rates_begin_again_with_the_process_and_an_answer_that_was_shared_counts_once(tab, service):
+    """By the clock of the server: a second is between two answers, but none between the first three."""
+    service.client.post("/v1/models/ranker/lookup", json={"tables": {"item": [1]}}).raise_for_status()
+
+    def change(body, number):
+        restarted = number > 6
+        body["at_s"] = float(max(3, number))
+        body["server"]["started"] = float(restarted)
+        [table] = body["server"]["models"][0]["tables"]
+        table["keys"] = (7 if restarted else 1000) * number
+
+    doctored(tab, change)
+    tab.goto(service.url)
+    expect(tab.locator("#tile-keys b")).to_have_text("1,000")
+    expect(tab.locator("#tile-keys b")).to_have_text("7")
 
 
 def test_a_server_that_is_gone_is_said_to_be(chromium, tmp_path):

@@ -296,6 +296,12 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
             change(button)
         more["versions"] = [ROLLOUT["versions"][0], {**ROLLOUT["versions"][1], "p99_ms": 2.3, "error_rate": 0.5}]
         expect(card.locator("td.bad")).to_have_text(["50.0 %", "2.30 ms"])
+        quick = [
+            {**side, "p99_ms": p99_ms, "error_rate": 0.0} for side, p99_ms in zip(ROLLOUT["versions"], (0.2, 0.9), strict=True)
+        ]
+        more["versions"] = quick
+        expect(rows.nth(3)).to_have_text("p99200 µs900 µs≤ × 2")
+        expect(card.locator("td.bad")).to_have_count(0)
         held[:] = [["8", "held"]]
         expect(card).to_contain_text("The checks of version 8 hold it")
         change(actions.first)

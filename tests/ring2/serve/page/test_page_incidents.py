@@ -119,6 +119,7 @@ def test_ten_models_at_work_are_an_overview(chromium: Browser, site: Site, name:
         wide, shown = table.evaluate("element => [element.scrollWidth, element.clientWidth]")
         assert (wide > shown) == (viewport is PHONE)
         if viewport is DESKTOP:
+            expect(model.locator(".bar")).to_be_visible()  # of the stages of its lookups
             picture(tab, name)
         assert tab.evaluate("document.documentElement.scrollWidth") == viewport["width"]
 

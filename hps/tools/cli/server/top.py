@@ -84,8 +84,8 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
     server, service, seconds = now["server"], now["service"], max(now["at_s"] - before["at_s"], 1e-9)
     parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ("ready", "bold green") if service["ready"] else "")]
     for found in now["conditions"] if "conditions" in now else _older_conditions(service):
-        more = f" and {len(found['models']) - _NAMES} more" if len(found["models"]) > _NAMES else ""
-        where = f"{', '.join(found['models'][:_NAMES])}{more}: " if found["models"] else ""
+        unnamed = f" and {len(found['models']) - _NAMES} more" if len(found["models"]) > _NAMES else ""
+        where = f"{', '.join(found['models'][:_NAMES])}{unnamed}: " if found["models"] else ""
         others = f" ({len(found['others'])} more)" if found["others"] else ""
         parts.append(Text(f"{found['name']}: {where}{found['text']}{others}", f"bold {_COLORS[found['level']]}"))
     if server:

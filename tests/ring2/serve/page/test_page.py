@@ -93,7 +93,7 @@ def test_bad_figures_come_with_advice_and_idle_routes_are_left_out(tab, service)
     def change(body, number):
         body["at_s"] = float(number)
         for route in body["service"]["requests"]:
-            route["statuses"] = {"200": number if route["route"].endswith("/lookup") else 5}
+            route["statuses"] = {"200": number, "404": number} if route["route"].endswith("/lookup") else {"200": 5}
         if bad:
             [model] = body["server"]["models"]
             waits = {**model["lookups"], "total_s": 0.28 * number, "count": number}
@@ -109,6 +109,7 @@ def test_bad_figures_come_with_advice_and_idle_routes_are_left_out(tab, service)
     tab.goto(service.url)
     expect(tab.locator("#http tbody tr")).to_have_count(1)
     expect(tab.locator("#http tbody tr")).to_contain_text("/v1/models/{model}/lookup")
+    expect(tab.locator("#http tbody tr")).to_contain_text("404: 1.0/s")
     assert tab.locator(".advice").count() == 0
     bad.append(True)
     expect(tab.locator("[data-model=ranker] .advice li")).to_have_text(
@@ -133,6 +134,11 @@ def test_a_table_stays_where_a_phone_scrolled_it(chromium, service):
         wait_for = "one => new Promise((done) => setTimeout(() => done(one.isConnected && one.scrollLeft), 300))"
         while len(answers) < before + 3:
             assert table.evaluate(wait_for) == 77
+        tab.locator("[data-model=ranker] > summary").click()  # and a card as a person left it
+        before = len(answers)
+        while len(answers) < before + 3:
+            assert table.evaluate(wait_for) is not False
+        expect(table).to_be_hidden()
 
 
 def test_a_key_is_found_by_typing_it(tab, service):

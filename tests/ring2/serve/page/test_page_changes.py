@@ -221,6 +221,7 @@ def test_a_held_version_is_shown_with_its_checks_and_accepted(tab: Page, documen
         expect(card).to_contain_text("version 2 held")
         expect(card).to_contain_text("beside version 1")
         expect(card.locator("tbody tr").first).to_contain_text("alignment")
+        expect(tab.locator("[data-model=ranker] .chip")).to_have_text(["2 held"])  # and not pinned
         write(3, np.full_like(SHUFFLED, np.nan))
         refused = tab.locator(".condition", has_text="deploy failed")
         expect(refused).to_contain_text("version 1 serves on; the last deployment failed: loading table")

@@ -243,10 +243,12 @@ def test_what_has_happened_to_many_models_is_one_condition(tab, service):
 
 def test_the_latest_kinds_of_problems_are_shown_and_others_on_request(tab, service):
     about = {"level": "warning", "logger": "hps", "first_s": 1.0, "time_s": 2.0, "count": 2, "others": []}
-    kinds = [{**about, "text": f"kind {number}"} for number in range(7)]
+    kinds = [{**about, "text": f"kind {number}", "count": 1 + number} for number in range(7)]
     doctored(tab, lambda body, number: body.update(problems=kinds))
     tab.goto(service.url)
     expect(tab.locator("#problems .problem:visible > p:last-child")).to_have_text([f"kind {number}" for number in range(5)])
+    expect(tab.locator("#problems .problem:visible .soft").first).to_have_text(re.compile("^once, .* ago, at "))
+    expect(tab.locator("#problems .problem:visible .soft").nth(1)).to_have_text(re.compile("^2 times, last .* ago, first at "))
     tab.locator("#problems summary", has_text="2 more kinds").click()
     expect(tab.locator("#problems .problem:visible")).to_have_count(7)
 

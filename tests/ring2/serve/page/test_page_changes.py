@@ -209,6 +209,75 @@ def test_changes_are_offered_where_the_server_makes_them(
             expect(tab.locator("#outcome")).to_contain_text("version 2 serves")
 
 
+def test_a_token_without_the_right_is_asked_for_again(tab: Page, shop: dict[str, Any], tmp_path: Path) -> None:
+    entries = [
+        {"name": name, "rights": [right], "token": f"{name}-token"} for name, right in (("ops", "admin"), ("reader", "lookup"))
+    ]
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": entries}))
+    with running_service({**shop, "service": {"tokens_path": str(tmp_path / "tokens.json")}}) as service:
+        tab.goto(service.url)
+        tab.fill("#token", "reader-token")
+        tab.press("#token", "Enter")
+        tab.click("[data-act=deploy]")
+        tab.fill("#act-fields [name=version]", "2")
+        tab.fill("#act-token", "reader-token")
+        tab.click("#act-do")
+        expect(tab.locator("#act-error")).to_have_text("token reader lacks the right 'admin', expected a token with it")
+        assert serves(service) == "1"
+        expect(tab.locator("#act-secret")).to_be_visible()
+        tab.fill("#act-token", "ops-token")
+        tab.click("#act-do")
+        expect(tab.locator("#outcome")).to_contain_text("version 2 serves")
+
+
+def test_nothing_is_offered_under_a_name_whose_changes_are_refused(tab: Page, shop: dict[str, Any]) -> None:
+    with running_service(shop) as service:  # without tokens: on loopback, by its own names
+        tab.goto(service.url.replace("127.0.0.1", "hps.localhost"))
+        expect(tab.locator("[data-model=shop] .badge")).to_have_text("ready")
+        assert tab.locator("[data-act]").count() == 0
+
+
+def test_a_held_version_is_accepted_alone(tab: Page, service: RunningService) -> None:
+    sent: list[tuple[str, Any]] = []
+    fleet: list[bool] = []
+    failed = {"check": "vectors", "table": "item", "policy": "hold", "text": "alignment 0"}
+    checks = {"version": "8", "verdict": "held", "against": "1", "at": 0.0, "seconds": 1.0, "passed": 1, "skipped": 0}
+
+    def change(body: dict[str, Any], number: int) -> None:
+        [model] = body["server"]["models"]
+        model["versions"] += [["8", "held"]]
+        model |= {"checks": [{**checks, "failed": [failed]}], "fleet": bool(fleet)}
+
+    def take(route: Route) -> None:
+        sent.append((route.request.url.removeprefix(f"{service.url}/v1/models/shop/"), route.request.post_data_json))
+        route.fulfill(json={"reason": "a fake of the test took it"})
+
+    doctored(tab, change)
+    tab.route("**/v1/models/shop/**", take)
+    tab.goto(service.url)
+    card, dialog = tab.locator("[data-trial=shop]"), tab.locator("#act")
+    card.locator("[data-act=canary]").click()
+    tab.fill("#act-token", ADMIN)
+    tab.click("#act-do")
+    expect(dialog).to_be_hidden()
+    card.locator("[data-act=canary]").click()
+    tab.fill("#act-fields [name=version]", "9")
+    tab.click("#act-do")
+    expect(dialog).to_be_hidden()
+    for _ in range(2):
+        card.locator("[data-act=accept]").click()
+        tab.click("#act-do")
+        expect(dialog).to_be_hidden()
+        fleet.append(True)
+        expect(tab.locator("[data-model=shop] .chip", has_text="fleet")).to_be_visible()
+    assert sent == [
+        ("deploy?wait=false", {"canary": 0.05, "version": "8", "accept": True}),
+        ("deploy?wait=false", {"canary": 0.05, "version": "9"}),
+        ("deploy?wait=false", {"version": "8", "accept": True}),
+        ("deploy?wait=false", {"accept": True}),
+    ]
+
+
 def test_a_held_version_is_shown_with_its_checks_and_accepted(tab: Page, document: Make, write: Write) -> None:
     polling = {"model_control_mode": "poll", "repository_poll_s": 0.1, "admin_token": ADMIN}
     with running_service({**document(), "service": polling}) as service:

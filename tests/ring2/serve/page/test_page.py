@@ -262,7 +262,7 @@ def test_rates_begin_again_with_the_process_and_an_answer_that_was_shared_counts
         body["at_s"] = float(max(3, number))
         body["server"]["started"] = float(restarted)
         [table] = body["server"]["models"][0]["tables"]
-        table["keys"] = (7 if restarted else 1000) * number
+        table["keys"] = int((7 if restarted else 1000) * body["at_s"])
 
     doctored(tab, change)
     tab.goto(service.url)

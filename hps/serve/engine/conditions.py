@@ -32,10 +32,11 @@ _LATE_S: Final = 60.0  # as in the alert HPSUpdatesLate
 class Condition:
     """Something that needs a person. *Immutable.*"""
 
-    level: Literal["error", "warning"]  # error: requests fail; warning: answers are right
+    level: Literal["error", "warning"]  # error: requests fail; warning: lookups are answered
     name: str  # a few words, for a badge
     text: str  # what is wrong, where, and why
-    model: str = ""  # empty if it is of the server
+    models: tuple[str, ...] = ()  # empty if it is of the server
+    others: tuple[str, ...] = ()  # further texts, such as those of other models
     since_s: float = 0.0  # first seen without a gap, in seconds since 1970
     runbook: str = ""  # one of `RUNBOOKS`
 
@@ -49,7 +50,7 @@ def conditions(
     server: ServerStatistics | None,
     failures: Mapping[str, str],
 ) -> list[Condition]:
-    """Return the conditions of a server, worst first.
+    """Return the conditions of a server, worst first, one of each name.
 
     Args:
         not_ready, degraded: reasons, as in `GET /v2/health/ready`.
@@ -65,13 +66,23 @@ def conditions(
     found += [condition for model in served for condition in _unread(model)]
     if not not_ready:  # which names them
         failed = (model for model in models if model.state == "failed")
-        found += [Condition("error", "model failed", model.reason or "loading failed", model.name) for model in failed]
+        found += [Condition("error", "model failed", model.reason or "loading failed", (model.name,)) for model in failed]
     found += [Condition("warning", "degraded", degraded)] if degraded else []
     found += [condition for model in served for condition in _trials(model, failures.get(model.name, ""))]
     if late:
         text = ", ".join(f"{name} {lag:.0f} s" for name, lag in sorted(late.items(), key=lambda late: -late[1]))
         found.append(Condition("warning", "updates late", f"behind the log of updates: {text}"))
-    return found
+    names = dict.fromkeys(condition.name for condition in found)
+    return [_folded([condition for condition in found if condition.name == name]) for name in names]
+
+
+def _folded(same: Sequence[Condition]) -> Condition:
+    """Make one condition of those of a name: ten models whose database is gone are one incident."""
+    models = tuple(dict.fromkeys(model for condition in same for model in condition.models))
+    texts = tuple(dict.fromkeys(condition.text for condition in same))
+    if len(models) > 1 and len(texts) > 1:
+        texts = tuple(f"{condition.models[0]}: {condition.text}" for condition in same)
+    return replace(same[0], text=texts[0], models=models, others=texts[1:])
 
 
 class ConditionWatch:
@@ -79,7 +90,7 @@ class ConditionWatch:
 
     def __init__(self, lifecycle: Lifecycle, clock: Callable[[], float] = time.time) -> None:
         self._lifecycle, self._clock = lifecycle, clock
-        self._since: dict[tuple[str, str], float] = {}  # by name and model
+        self._since: dict[str, float] = {}  # by name
         self._lock = threading.Lock()
         self._task: PeriodicTask | None = None
 
@@ -106,9 +117,8 @@ class ConditionWatch:
             failures={name: failure.cause for name in list(live.serving) if (failure := live.failure(name)) is not None},
         )
         with self._lock:
-            self._since = {key: self._since.get(key, now_s) for key in ((entry.name, entry.model) for entry in found)}
-            since = self._since
-            return [replace(it, since_s=since[it.name, it.model], runbook=RUNBOOKS[it.name]) for it in found]
+            self._since = {entry.name: self._since.get(entry.name, now_s) for entry in found}
+            return [replace(entry, since_s=self._since[entry.name], runbook=RUNBOOKS[entry.name]) for entry in found]
 
 
 def _unread(model: ModelStatistics) -> Iterator[Condition]:
@@ -116,21 +126,23 @@ def _unread(model: ModelStatistics) -> Iterator[Condition]:
     databases = {table.name: [tier.available for tier in table.tiers if tier.tier != TIERS[0]] for table in model.tables}
     if names := [name for name, available in databases.items() if available and not any(available)]:
         text = f"no database answers for {', '.join(names)}: lookups of keys that the cache lacks fail"
-        yield Condition("error", "lookups fail", text, model.name)
+        yield Condition("error", "lookups fail", text, (model.name,))
 
 
 def _trials(model: ModelStatistics, failure: str) -> Iterator[Condition]:
-    """Yield a condition for a version that was rolled back by itself, each held version, or else for a failed deployment."""
+    """Yield a condition for a version that was rolled back by itself, each held version, and a failed deployment."""
     rollout = model.rollout or {}
-    if rollout.get("state") == "rolled back" and rollout["reason"]:
-        yield Condition(
-            "warning", "rolled back", f"the {rollout['mode']} of version {rollout['version']}: {rollout['reason']}", model.name
-        )
+    # It needs nobody any more once another version serves than the one beside which it was tried out.
+    if rollout.get("state") == "rolled back" and rollout["reason"] and rollout["serving"] == model.version:
+        text = f"the {rollout['mode']} of version {rollout['version']}: {rollout['reason']}"
+        yield Condition("warning", "rolled back", text, (model.name,))
     held = {version for version, state in model.versions if state == "held"}
     for checks in model.checks:
         if checks.version in held:
             causes = "; ".join(map(str, checks.failed))
-            yield Condition("warning", "version held", f"version {checks.version} is held by its checks: {causes}", model.name)
-    if failure and not held:
+            yield Condition(
+                "warning", "version held", f"version {checks.version} is held by its checks: {causes}", (model.name,)
+            )
+    if failure:
         text = f"version {model.version} serves on; the last deployment failed: {failure}"
-        yield Condition("warning", "deploy failed", text, model.name)
+        yield Condition("warning", "deploy failed", text, (model.name,))

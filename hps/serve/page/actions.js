@@ -5,15 +5,20 @@ import { $, Refused, h, send } from "./dom.js";
 const ANSWER_MS = 30000;
 const LOCAL = ["127.0.0.1", "localhost", "[::1]"]; // the names of this machine that its server accepts changes from
 let token = ""; // of an administrator: in no storage, gone with the page
-let administration = "off", wanted = null;
-let pending = null; // {model, number, title} of a change that was sent
+let administration = "off", started = 0, wanted = null;
+let pending = null; // {number, started, title} of a change that was sent, and the start of the process that makes it
 
 // Follow what the server allows, and the outcome of the change that was sent.
 export function follow(answer) {
   administration = answer.service.administration ?? "off";
+  started = answer.server?.started;
   if (!pending) return;
-  const change = answer.changes.find((entry) => entry.model === pending.model && entry.number === pending.number);
-  if (!change) return;
+  const change = answer.changes.find((entry) => entry.number === pending.number);
+  if (started !== pending.started || (!change && answer.changes[0]?.number > pending.number)) { // only a model's last one is kept
+    outcome(`${pending.title}: it has ended; the server's log has its outcome`, "soft");
+    pending = null;
+  }
+  if (!pending || !change) return;
   if (change.status === undefined) return outcome(`${pending.title}: under way${change.rows ? `, ${change.rows.toLocaleString("en")} rows loaded` : ""}`, "soft");
   const serves = change.version ? `version ${change.version} serves` : "it is not in service";
   outcome(`${pending.title}: ${change.error ? `failed: ${change.error}` : `done after ${change.seconds.toFixed(1)} s; ${serves}`}`, change.error ? "bad" : "good");
@@ -83,7 +88,8 @@ function parsed(steps) {
 export function ask({ act, of: model, version }, fleet) {
   const [verb, text, fields] = ACTIONS[act];
   const what = { canary: "a trial of" }[act] ?? "";
-  const title = [verb, what, act !== "canary" && version && `version ${version} of`, model].filter(Boolean).join(" ");
+  const title = act === "rollback" && version ? `${verb} ${model} to version ${version}` // again would return to the version that was left
+    : [verb, what, act !== "canary" && version && `version ${version} of`, model].filter(Boolean).join(" ");
   wanted = { act, model, version, fleet, title };
   $("act-title").textContent = `${title}?`;
   $("act-text").textContent = `${text}${fleet && act !== "accept" ? " This changes all replicas of the fleet." : ""} Server: ${location.host}.`;
@@ -123,7 +129,7 @@ async function go(event) {
     const answer = await send(`v1/models/${encodeURIComponent(model)}/${route}${route === "fleet" ? "" : "?wait=false"}`, body, token, AbortSignal.timeout(ANSWER_MS));
     $("act").close();
     if (answer.number !== undefined && route !== "fleet") {
-      pending = { model, number: answer.number, title };
+      pending = { number: answer.number, started, title };
       outcome(`${title}: under way`, "soft");
     } else {
       outcome(`${title}: written${answer.reason ? `; ${answer.reason}` : ""}`, "good");

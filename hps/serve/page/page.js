@@ -10,7 +10,7 @@ const OWN = /^\/(v1\/stats|v1\/history|page\/.*|docs|openapi.json)?$/; // the ro
 const samples = []; // {at: seconds, answer}, over the last WINDOW_S, and one before
 const history = []; // {at, ...overview}, over the last HISTORY_S
 let past = []; // likewise, from the server's history
-const PHONE_PX = 700, MOST_KINDS = 5; // problems shown at once
+const PHONE_PX = 700, MOST_KINDS = 5, MOST_NAMES = 10; // problems shown at once, models named by a condition
 const opened = new Map(); // whether a model's card is open, by its name
 let timer = 0, polling = false, pastAt = -Infinity, whole = false;
 
@@ -86,10 +86,10 @@ function update(answer) {
   const [worst] = answer.conditions;
   state(worst ? worst.name : "ready", worst ? { error: "bad", warning: "fair" }[worst.level] : "good");
   document.title = worst ? `${worst.name} · hps` : "hps";
-  show($("alert"), ...answer.conditions.map((found) => condition(found, answer.time_s)));
+  show($("alert"), ...answer.conditions.map((found) => condition(found, answer.time_s, worst.level)));
   $("alert").hidden = !worst;
   $("about").textContent = answer.server
-    ? `${location.host} · ${answer.server.version} · up ${time(Date.now() / 1000 - answer.server.started)}` : location.host;
+    ? `${location.host} · ${answer.server.version} · up ${time(answer.time_s - answer.server.started)}` : location.host;
   show($("tiles"), ...tiles(overview(answer, before, seconds)));
   show($("problems"), problems(answer));
   const cards = trials(answer);
@@ -162,10 +162,16 @@ function tiles(figures) {
 
 // -- sections -------------------------------------------------------------------------------------------------------------
 
-function condition(found, now) {
-  const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${found.level === "warning" ? "; answers are right" : ""}`;
-  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.model ? `${found.model}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")), h("p", {}, found.text));
+function condition(found, now, worst) {
+  const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${worst === "warning" ? "; lookups are answered" : ""}`;
+  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.models.length ? `${named(found.models)}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")),
+    h("p", {}, found.text), otherTexts(found));
 }
+
+const named = (models) => models.slice(0, MOST_NAMES).join(", ") + (models.length > MOST_NAMES ? ` and ${models.length - MOST_NAMES} more` : "");
+
+// The further texts of a condition or problem, folded.
+const otherTexts = (found) => (found.others.length ? h("details", {}, h("summary.soft", {}, found.others.length > 1 ? `${found.others.length} other texts` : "another text"), ...found.others.map((text) => h("p.soft", {}, text))) : null);
 
 const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
 
@@ -185,15 +191,15 @@ function models(answer, before, seconds) {
     if (status.state === "loading" || status.state === "waiting" || status.state === "failed") card.append(...loads(status));
     if (model) {
       const others = model.versions.filter(([version]) => version !== model.version).map(([version, is]) => `version ${version} ${is}`);
-      card.append(h("p.soft", {}, [`version ${model.version} for ${time(Date.now() / 1000 - model.since)}`, ...others, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`].join(" · ")));
+      card.append(h("p.soft", {}, [`version ${model.version} for ${time(answer.time_s - model.since)}`, ...others, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`].join(" · ")));
       if (chosen(model)) card.append(h("p.fair.pinned", {}, model.pinned));
       for (const checks of model.checks ?? []) if (checks.version === model.version) card.append(h("p.soft", {}, `checks: ${checked(checks, answer.time_s)}`));
       const todo = advice(model, same, seconds);
       if (todo.length) card.append(h("ul.advice.fair", {}, ...todo.map((text) => h("li", {}, text))));
       card.append(...stages(model, same), tables(model, same, seconds));
     }
-    const kept = model?.versions.some(([, is]) => is === "kept"), running = model?.rollout?.state === "running";
-    const made = [button("deploy", status.name, "Deploy…"), model && !running ? button("rollback", status.name, kept ? "Roll back…" : "Roll back a version…") : null,
+    const kept = model?.fleet ? "" : model?.versions.filter(([, is]) => is === "kept").at(-1)?.[0] ?? "", running = model?.rollout?.state === "running";
+    const made = [button("deploy", status.name, "Deploy…"), model && !running ? button("rollback", status.name, kept ? `Roll back to ${kept}…` : "Roll back…", kept) : null,
       model && chosen(model) ? button("unpin", status.name, "Unpin…") : null, model && !running ? button("canary", status.name, "Start a canary…") : null].filter(Boolean);
     if (made.length) card.append(h("div.buttons", {}, ...made));
     return card;
@@ -309,8 +315,7 @@ function problems(answer) {
   const entries = answer.problems.map((problem) => {
     const last = ago(answer.time_s - problem.time_s);
     const when = problem.count > 1 ? `${count(problem.count)} times, last ${last}, first at ${clockTime(problem.first_s)}` : `once, ${last}, at ${clockTime(problem.time_s)}`;
-    return h("li.problem", {}, h("p.head", {}, h(`b.${problem.level === "warning" ? "fair" : "bad"}`, {}, problem.level), h("span.soft", {}, when)), h("p", {}, problem.text),
-      problem.others.length ? h("details", {}, h("summary.soft", {}, problem.others.length > 1 ? `${problem.others.length} other texts` : "another text"), ...problem.others.map((text) => h("p.soft", {}, text))) : null);
+    return h("li.problem", {}, h("p.head", {}, h(`b.${problem.level === "warning" ? "fair" : "bad"}`, {}, problem.level), h("span.soft", {}, when)), h("p", {}, problem.text), otherTexts(problem));
   });
   const list = (shown) => h("ol.problems", {}, ...shown), more = entries.slice(MOST_KINDS);
   return h("div.card", {}, list(entries.slice(0, MOST_KINDS)), more.length ? h("details", {}, h("summary", {}, `${more.length} more kinds`), list(more)) : null);

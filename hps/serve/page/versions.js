@@ -5,6 +5,7 @@ import { cell, h, table } from "./dom.js";
 import { ago, clock, count, percent, portion, time } from "./figures.js";
 
 const RECENT_S = 3600;
+const NOISE_MS = 1; // shorter times break no bound
 
 export function trials(answer) {
   const models = answer.server?.models ?? [];
@@ -39,11 +40,11 @@ function held(model, now) {
 function rollouts(model, now) {
   const it = model.rollout;
   if (!it) return [];
-  const ended = Date.parse(it.since) / 1000 + it.seconds, running = it.state === "running";
-  if (!running && !it.reason && now - ended > RECENT_S) return [];
+  const ended = Date.parse(it.since) / 1000 + it.seconds, running = it.state === "running", over = !running && it.state !== "loading";
+  if (over && now - ended > RECENT_S && !(it.reason && it.serving === model.version)) return [];
   const isHeld = model.versions.some(([version, state]) => version === it.version && state === "held");
   const kind = running ? "now" : it.state === "promoted" ? "good" : it.state === "rolled back" ? "bad" : "fair";
-  const about = `version ${it.version} beside ${it.serving}, ${running ? `for ${time(it.seconds)}` : `${ago(now - ended)}, by ${it.by || "itself"}`}`;
+  const about = `version ${it.version} beside ${it.serving}, ${over ? `${ago(now - ended)}, by ${it.by || "itself"}` : `for ${time(it.seconds)}`}`;
   const state = running ? `${it.mode} ${portion(it.share)}` : `${it.mode} ${it.state}`;
   return [card(model, kind, state, about, running ? null : it.reason ? h("p.bad.reason", {}, it.reason) : null,
     running ? progress(it) : null, sides(it), compared(it),
@@ -74,7 +75,7 @@ function sides(it) {
     ["requests", count(old.requests), count(fresh.requests), bounds.least_requests ? `≥ ${count(bounds.least_requests)}` : "", false],
     ["errors", percent(old.error_rate), percent(fresh.error_rate), bounds.error_rate == null ? "" : `≤ +${portion(bounds.error_rate)}`, fresh.error_rate > old.error_rate + bounds.error_rate],
     ["p50", ms(old.p50_ms), ms(fresh.p50_ms), "", false],
-    ["p99", ms(old.p99_ms), ms(fresh.p99_ms), bounds.p99_factor == null ? "" : `≤ × ${bounds.p99_factor}`, bounds.p99_factor && fresh.p99_ms > bounds.p99_factor * old.p99_ms],
+    ["p99", ms(old.p99_ms), ms(fresh.p99_ms), bounds.p99_factor == null ? "" : `≤ × ${bounds.p99_factor}`, bounds.p99_factor && fresh.p99_ms > Math.max(NOISE_MS, bounds.p99_factor * old.p99_ms)],
   ];
   if (it.compared?.difference != null) {
     rows.push(["difference", "", it.compared.difference.toPrecision(2), bounds.difference == null ? "" : `≤ ${bounds.difference}`, bounds.difference != null && it.compared.difference > bounds.difference]);

@@ -412,7 +412,7 @@ class RolloutAnswer(BaseModel):
     share: float = Field(description="Share of the requests now; 0 once it has ended.")
     header: str = Field(description="Header that selects; without it, the id of the request does.")
     since: str = Field(description="Time of its begin (ISO 8601, UTC).")
-    seconds: float
+    seconds: float = Field(description="Duration, so far or in total.")
     step: int = Field(description="From 1.")
     step_seconds: float
     steps: list[RolloutStep]

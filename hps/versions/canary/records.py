@@ -27,10 +27,10 @@ class RolloutRecord(pydantic.BaseModel):
         serving: the version that serves beside the new one.
         pins: the rollout has pinned the model to `serving`; without it, polling would deploy the new version.
         since, step_since: begin of the rollout and of its step, in seconds since the epoch.
+        until: its end; None while it is under way.
         step: index of the current step.
         by, reason: who ended it, and why.
         document: number of the serving document that the fleet's rollout was begun or changed by; 0 without a fleet.
-        ended: time of its end, in seconds since the epoch; 0 before.
         stopped: the process was stopped meanwhile, rather than that it crashed.
         crashes: how often it crashed since the rollout began.
     """
@@ -45,11 +45,11 @@ class RolloutRecord(pydantic.BaseModel):
     since: float = pydantic.Field(default_factory=time.time)
     step: int = pydantic.Field(default=0, ge=0)
     step_since: float = pydantic.Field(default_factory=time.time)
+    until: float | None = None
     state: RolloutState = "running"
     by: str = ""
     reason: str = ""
     document: int = pydantic.Field(default=0, ge=0)
-    ended: float = 0.0
     stopped: bool = False
     crashes: int = pydantic.Field(default=0, ge=0)
 
@@ -70,6 +70,10 @@ class RolloutRecord(pydantic.BaseModel):
     @property
     def under_way(self) -> bool:
         return self.state in ("loading", "running")
+
+    def ended(self, state: RolloutState, reason: str, by: str) -> "RolloutRecord":
+        """Return the record of the rollout once it has ended, now."""
+        return self.model_copy(update={"state": state, "reason": reason, "by": by, "until": time.time()})
 
 
 class RolloutRecords:

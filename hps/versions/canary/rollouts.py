@@ -105,7 +105,11 @@ class LiveRollout:
 
 @dataclass(frozen=True)
 class RolloutStatus:
-    """A rollout, under way or the last one. *Immutable.*"""
+    """A rollout, under way or the last one. *Immutable.*
+
+    Attributes:
+        seconds, step_seconds: durations of the rollout and of its step, so far or in total.
+    """
 
     record: RolloutRecord
     counts: RolloutCounts
@@ -318,7 +322,7 @@ class Rollouts:
         found, serving = self._known.get(name), self._live.serving.get(name)
         if found is None or serving is None or serving.version != (record := found.record).serving:
             return
-        past_s = 0.0 if record.under_way else time.time() - record.ended
+        past_s = 0.0 if record.under_way else time.time() - (record.until or 0.0)
         if (record.under_way or record.state == "rolled back") and 0.0 <= past_s < _JUST_S:
             raise ConflictError(
                 f"rolling back model {name!r}: the {record.plan.mode} of version {record.version} ended {past_s:.0f} s ago, "
@@ -345,7 +349,7 @@ class Rollouts:
         """Return the rollout of a model that is under way, or the last one; None if there was none."""
         if (found := self._known.get(name)) is None:
             return None
-        record, now = found.record, time.time()
+        record, now = found.record, found.record.until or time.time()
         return RolloutStatus(record, self._counted(found), max(0.0, now - record.since), max(0.0, now - record.step_since))
 
     def described(self, name: str) -> dict[str, Any] | None:
@@ -583,7 +587,7 @@ class Rollouts:
                 return False
             if leaves:
                 self._leaving[name] = found.record.version
-            ended = found.record.model_copy(update={"state": state, "reason": reason, "by": by, "ended": time.time()})
+            ended = found.record.ended(state, reason, by)
             found.record = ended  # nobody ends it a second time
         outcome = "stopped" if state == "rolled back" and by != ITSELF else state.replace(" ", "_")
         self._metrics.rollout_ends.labels(name, outcome).inc()

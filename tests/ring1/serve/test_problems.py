@@ -35,7 +35,7 @@ REDIS = "reads of volatile_db: redis 10.0.0.7:6379: connecting failed ([Errno 11
         (REDIS, REDIS.replace("10.0.0.7", "redis-0.redis.svc").replace("111", "113")),
         ("got 'a b' of \"c\", retrying in 5 s", "got 'd' of \"\", retrying in 1,600.5 s"),
         ("keys 1, 2, -3: lost", "keys 4: lost"),
-        ("row -9223372036854775808 of s3://models/a/1: lost", "row 7 of /data/models: lost"),
+        ("row -9223372036854775808 of s3://models/a/1: lost", "row 7 of /data: lost"),
         ("worker's queue of model-7 is full", "worker's queue of model-12 is full"),
     ],
 )
@@ -50,6 +50,7 @@ def test_numbers_keys_hosts_names_and_paths_make_no_other_kind(text: str, other:
         ("reads of volatile_db: timed out", "writes of volatile_db: timed out"),
         ("device 1 is lost: out of memory", "device 1 is lost: illegal address"),
         ("don't load 'a'; it's old", "don't load 'a'; it's new"),
+        ("it's the disk's fault", "it's the network's fault"),
     ],
 )
 def test_other_words_make_another_kind(text: str, other: str) -> None:
@@ -72,6 +73,23 @@ def test_problems_of_a_kind_are_one_with_its_times_and_its_latest_texts(problems
     logger.warning("loading model %s failed: %s", "feed", "no such file")
     latest = handler.entries()[0]
     assert (latest.count, latest.first_s) == (7, entry.first_s)
+    logger.warning("loading model %s failed: %s", "shop", "no such file")
+    latest = handler.entries()[0]
+    assert [text.split()[2] for text in (latest.text, *latest.others)] == ["shop", "feed", "mail", "ads"]  # each once
+
+
+def test_arguments_by_name_signs_of_percent_and_causes_are_kept(problems: Problems) -> None:
+    handler, logger = problems
+    logger.warning("%(disk)s is full", {"disk": "data"})
+    for cause in (ValueError("broken"), ValueError("empty")):
+        logger.error("serving failed", exc_info=cause)
+    assert kept(handler) == [
+        ("error", "serving failed: ValueError: empty", 1),
+        ("error", "serving failed: ValueError: broken", 1),
+        ("warning", "data is full", 1),
+    ]
+    logger.warning("the disk is 100 % full")
+    assert kept(handler)[0] == ("warning", "the disk is 100 % full", 1)
 
 
 def test_texts_are_bounded_lines(problems: Problems) -> None:

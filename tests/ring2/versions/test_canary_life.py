@@ -1,6 +1,7 @@
 """A canary from its begin to its end: who answers, what polling, pins, restarts and other changes do to it."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,22 @@ def test_a_roll_back_ends_the_canary_and_polling_does_not_bring_it_back(document
         assert server.poll() == {}
         with pytest.raises(hps.ConflictError, match="no canary or shadow is under way"):
             server.promote("ranker")
+
+
+def test_the_duration_of_a_canary_ends_with_it(document: Make, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hps.HPS(document(**UNCHECKED)) as server:
+        write(2, retrained())
+        server.deploy("ranker", canary=0.5)
+        server.rollback("ranker")
+
+        def seconds() -> tuple[float, float]:
+            status = server.rollout("ranker")
+            assert status is not None
+            return status.seconds, status.step_seconds
+
+        whole, later = seconds(), time.time() + 7200
+        monkeypatch.setattr(time, "time", lambda: later)
+        assert seconds() == whole
 
 
 @pytest.mark.parametrize(

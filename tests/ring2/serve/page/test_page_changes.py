@@ -94,6 +94,28 @@ def test_a_version_is_deployed_and_rolled_back_with_the_keyboard(
     ]
 
 
+def test_a_roll_back_says_which_version_it_returns_to(tab: Page, service: RunningService) -> None:
+    """A second one returns to the version that the first one left."""
+    fleet: list[bool] = []
+
+    def change(body: dict[str, Any], number: int) -> None:
+        [model] = body["server"]["models"]
+        model["versions"] += [["9", "kept"], ["7", "kept"]]
+        model["fleet"] = bool(fleet)
+
+    doctored(tab, change)
+    tab.goto(service.url)
+    roll_back, title = tab.locator("[data-act=rollback]"), tab.locator("#act-title")
+    expect(roll_back).to_have_text("Roll back to 7…")
+    roll_back.click()
+    expect(title).to_have_text("Roll back shop to version 7?")
+    tab.click("#act-cancel")
+    fleet.append(True)  # whose document says what was before
+    expect(roll_back).to_have_text("Roll back…")
+    roll_back.click()
+    expect(title).to_have_text("Roll back shop?")
+
+
 def test_the_token_is_in_no_storage_and_gone_with_the_page(tab: Page, service: RunningService) -> None:
     tab.goto(service.url)
 
@@ -124,6 +146,35 @@ def test_a_failed_change_is_said(tab: Page, service: RunningService) -> None:
     tab.click("#act-do")
     expect(tab.locator("#outcome")).to_have_text(re.compile("^Deploy shop: failed: .*version"))
     expect(tab.locator("#changes td.bad")).to_be_visible()
+    expect(tab.locator(".condition")).to_contain_text(
+        re.compile("^shop: deploy failed.*version 1 serves on; the last deployment failed: ")
+    )
+    expect(tab).to_have_title("deploy failed · hps")
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["by another change", "with its process"])
+def test_a_change_whose_outcome_is_gone_is_not_awaited(tab: Page, service: RunningService, replaced: bool) -> None:
+    changes: list[dict[str, Any]] = []
+    lost: list[bool] = []
+
+    def change(body: dict[str, Any], number: int) -> None:
+        body["changes"] = [*changes]
+        body["server"]["started"] += bool(lost and not replaced)
+
+    doctored(tab, change)
+    tab.route("**/v1/models/shop/**", lambda route: route.fulfill(status=202, json={"model": "shop", "number": 7}))
+    tab.goto(service.url)
+    tab.click("[data-act=deploy]")
+    tab.fill("#act-token", ADMIN)
+    tab.click("#act-do")
+    outcome = tab.locator("#outcome")
+    expect(outcome).to_have_text("Deploy shop: under way")
+    about = {"model": "shop", "what": "POST /v1/models/shop/deploy", "by": "127.0.0.1", "since": "2026-12-01T00:00:00Z"}
+    changes.append({**about, "number": 7, "seconds": 1.0, "rows": 1234})
+    expect(outcome).to_have_text("Deploy shop: under way, 1,234 rows loaded")
+    lost.append(True)
+    changes[0] = {**about, "number": 8 if replaced else 1, "seconds": 1.0}
+    expect(outcome).to_have_text("Deploy shop: it has ended; the server's log has its outcome")
 
 
 @pytest.mark.parametrize("administration", ["off", "loopback", "token", "certificate or token"])
@@ -158,6 +209,75 @@ def test_changes_are_offered_where_the_server_makes_them(
             expect(tab.locator("#outcome")).to_contain_text("version 2 serves")
 
 
+def test_a_token_without_the_right_is_asked_for_again(tab: Page, shop: dict[str, Any], tmp_path: Path) -> None:
+    entries = [
+        {"name": name, "rights": [right], "token": f"{name}-token"} for name, right in (("ops", "admin"), ("reader", "lookup"))
+    ]
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": entries}))
+    with running_service({**shop, "service": {"tokens_path": str(tmp_path / "tokens.json")}}) as service:
+        tab.goto(service.url)
+        tab.fill("#token", "reader-token")
+        tab.press("#token", "Enter")
+        tab.click("[data-act=deploy]")
+        tab.fill("#act-fields [name=version]", "2")
+        tab.fill("#act-token", "reader-token")
+        tab.click("#act-do")
+        expect(tab.locator("#act-error")).to_have_text("token reader lacks the right 'admin', expected a token with it")
+        assert serves(service) == "1"
+        expect(tab.locator("#act-secret")).to_be_visible()
+        tab.fill("#act-token", "ops-token")
+        tab.click("#act-do")
+        expect(tab.locator("#outcome")).to_contain_text("version 2 serves")
+
+
+def test_nothing_is_offered_under_a_name_whose_changes_are_refused(tab: Page, shop: dict[str, Any]) -> None:
+    with running_service(shop) as service:  # without tokens: on loopback, by its own names
+        tab.goto(service.url.replace("127.0.0.1", "hps.localhost"))
+        expect(tab.locator("[data-model=shop] .badge")).to_have_text("ready")
+        assert tab.locator("[data-act]").count() == 0
+
+
+def test_a_held_version_is_accepted_alone(tab: Page, service: RunningService) -> None:
+    sent: list[tuple[str, Any]] = []
+    fleet: list[bool] = []
+    failed = {"check": "vectors", "table": "item", "policy": "hold", "text": "alignment 0"}
+    checks = {"version": "8", "verdict": "held", "against": "1", "at": 0.0, "seconds": 1.0, "passed": 1, "skipped": 0}
+
+    def change(body: dict[str, Any], number: int) -> None:
+        [model] = body["server"]["models"]
+        model["versions"] += [["8", "held"]]
+        model |= {"checks": [{**checks, "failed": [failed]}], "fleet": bool(fleet)}
+
+    def take(route: Route) -> None:
+        sent.append((route.request.url.removeprefix(f"{service.url}/v1/models/shop/"), route.request.post_data_json))
+        route.fulfill(json={"reason": "a fake of the test took it"})
+
+    doctored(tab, change)
+    tab.route("**/v1/models/shop/**", take)
+    tab.goto(service.url)
+    card, dialog = tab.locator("[data-trial=shop]"), tab.locator("#act")
+    card.locator("[data-act=canary]").click()
+    tab.fill("#act-token", ADMIN)
+    tab.click("#act-do")
+    expect(dialog).to_be_hidden()
+    card.locator("[data-act=canary]").click()
+    tab.fill("#act-fields [name=version]", "9")
+    tab.click("#act-do")
+    expect(dialog).to_be_hidden()
+    for _ in range(2):
+        card.locator("[data-act=accept]").click()
+        tab.click("#act-do")
+        expect(dialog).to_be_hidden()
+        fleet.append(True)
+        expect(tab.locator("[data-model=shop] .chip", has_text="fleet")).to_be_visible()
+    assert sent == [
+        ("deploy?wait=false", {"canary": 0.05, "version": "8", "accept": True}),
+        ("deploy?wait=false", {"canary": 0.05, "version": "9"}),
+        ("deploy?wait=false", {"version": "8", "accept": True}),
+        ("deploy?wait=false", {"accept": True}),
+    ]
+
+
 def test_a_held_version_is_shown_with_its_checks_and_accepted(tab: Page, document: Make, write: Write) -> None:
     polling = {"model_control_mode": "poll", "repository_poll_s": 0.1, "admin_token": ADMIN}
     with running_service({**document(), "service": polling}) as service:
@@ -170,6 +290,11 @@ def test_a_held_version_is_shown_with_its_checks_and_accepted(tab: Page, documen
         expect(card).to_contain_text("version 2 held")
         expect(card).to_contain_text("beside version 1")
         expect(card.locator("tbody tr").first).to_contain_text("alignment")
+        expect(tab.locator("[data-model=ranker] .chip")).to_have_text(["2 held"])  # and not pinned
+        write(3, np.full_like(SHUFFLED, np.nan))
+        refused = tab.locator(".condition", has_text="deploy failed")
+        expect(refused).to_contain_text("version 1 serves on; the last deployment failed: loading table")
+        expect(tab.locator(".condition")).to_have_count(2)
         card.locator("[data-act=accept]").click()
         tab.fill("#act-token", ADMIN)
         tab.click("#act-do")
@@ -203,7 +328,8 @@ BROKEN = "error rate of version 8 is 100.0 % (53 of 53 requests in 5 s), that of
 def rollout(body: dict[str, Any], others: list[list[str]], **more: Any) -> None:
     body["server"]["models"][0]["versions"] += others
     body["server"]["models"][0]["fleet"] = more.pop("fleet", False)
-    since = datetime.fromtimestamp(body["time_s"] - ROLLOUT["seconds"], UTC).isoformat(timespec="milliseconds")
+    began_s = body["time_s"] - ROLLOUT["seconds"] - more.pop("ended_ago_s", 0.0)
+    since = datetime.fromtimestamp(began_s, UTC).isoformat(timespec="milliseconds")
     body["server"]["models"][0]["rollout"] = {**ROLLOUT, "since": since, **more}
 
 
@@ -240,13 +366,28 @@ def test_a_canary_is_drawn_and_changed(chromium: Browser, service: RunningServic
             change(button)
         more["versions"] = [ROLLOUT["versions"][0], {**ROLLOUT["versions"][1], "p99_ms": 2.3, "error_rate": 0.5}]
         expect(card.locator("td.bad")).to_have_text(["50.0 %", "2.30 ms"])
+        quick = [
+            {**side, "p99_ms": p99_ms, "error_rate": 0.0} for side, p99_ms in zip(ROLLOUT["versions"], (0.2, 0.9), strict=True)
+        ]
+        more["versions"] = quick
+        expect(rows.nth(3)).to_have_text("p99200 µs900 µs≤ × 2")
+        expect(card.locator("td.bad")).to_have_count(0)
         held[:] = [["8", "held"]]
         expect(card).to_contain_text("The checks of version 8 hold it")
         change(actions.first)
         more |= {"state": "rolled back", "share": 0.0, "by": "itself", "reason": BROKEN}
         expect(card.locator(".chip")).to_have_text("canary rolled back")
         expect(card.locator(".reason")).to_have_text(BROKEN)
+        expect(card).to_contain_text("version 8 beside 7, just now, by itself")
         expect(actions).to_have_count(0)
+        more |= {"ended_ago_s": 7200.0, "serving": "1"}
+        expect(card).to_contain_text("version 8 beside 1, 2 h ago, by itself")  # which serves
+        more["serving"] = "6"
+        expect(card).to_have_count(0)  # another version serves since
+        more |= {"ended_ago_s": 60.0, "state": "promoted", "reason": "", "by": "127.0.0.1 (admin token)"}
+        expect(card).to_contain_text("60 s ago, by 127.0.0.1 (admin token)")
+        more |= {"state": "loading", "by": ""}
+        expect(card).to_contain_text("version 8 beside 6, for 12 min")
         tab.locator("[data-model=shop] [data-act=canary]").click()
         tab.select_option("#act-fields [name=mode]", "shadow")
         for name, text in (("version", "9"), ("share", "2.5"), ("steps", "5%:10m, 25%:90s, 100%")):

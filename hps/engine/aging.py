@@ -1,7 +1,8 @@
 """Rows that age: a row that was not written online for a table's time to live counts as absent.
 
 **A row's time** is the sequence of its last change (`AgingRows`), which is the time of the write and not of its arrival. So all
-replicas and every restart agree about it, and nothing else is stored.
+replicas and every restart agree about it, and nothing else is stored. Rows that only a load wrote have no time, and stay; with
+`row_ttl_files` theirs is that of the version, for all the same.
 
 **Expired rows are removed**, by all tiers at once and as an online deletion would: under the table's fence, so that no fill of
 an upper tier brings one back. The database compares the sequences: a row that was written again lives on. A calendar in memory
@@ -15,9 +16,11 @@ the machine is busy or a database failed, sweeps first, or fails: an expired row
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -25,7 +28,7 @@ import numpy as np
 
 from hps.engine.chain import DatabaseChain
 from hps.engine.expiry_calendar import ExpiryCalendar
-from hps.errors import DatabaseTimeoutError, HPSError
+from hps.errors import DatabaseError, DatabaseTimeoutError, HPSError
 from hps.ground.threads.workers import PeriodicTask, Stop
 from hps.statistics.metrics import LiveMethods
 from hps.stores.base import ExpiredRows, RowChanges
@@ -42,6 +45,7 @@ FUTURE_US: Final = 1_000_000
 _EVERY_S: Final = 0.1  # between two rounds of the sweeper
 _MARGIN_US: Final = 100_000  # of the grace
 _HIDE_US: Final = 300_000  # behind, after which remaining rows are hidden
+_LONG_S: Final = 0.3  # of a direct write, whose rows may be older by so much than its end
 _MANY_ROWS: Final = 8192  # more are hidden before they are removed from a database outside this process's memory
 _PIECES: Final = (1 << 12, 1 << 15)  # least and most rows to remove at once: writers of the table wait meanwhile
 _FAST_S, _SLOW_S = 0.1, 0.3  # a piece that takes less, or more, is followed by a larger, or smaller, one
@@ -56,10 +60,10 @@ _LOOK_S: Final = 0.02  # between its looks
 class AgingTiers(Protocol):
     """All tiers of a deployment, its caches included. *Thread-safe.*"""
 
-    def expire(self, index: int, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, index: int, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
         """Remove the rows of a table, by index, from every tier whose last change has at most this sequence."""
 
-    def hide(self, index: int, keys: KeyArray, fresh: KeyArray, sequence: int) -> bool:
+    def hide(self, index: int, owner: object, keys: KeyArray | None, fresh: KeyArray, sequence: int) -> bool:
         """Answer these rows as absent until they are removed; see `DatabaseChain.hide`."""
 
 
@@ -81,6 +85,11 @@ class _AgingTable:
     reading_began_us: int = 0
     reading_us: int = 0  # duration of the last reading
     changes_read: int = 0
+    written_at: int = 0  # time of the rows that only a load wrote; 0: they stay, or were removed
+    files: Iterator[KeyArray] | None = None  # of keys, while such rows are removed
+    files_hidden: bool = False
+    hides: object = field(default_factory=object)  # who hides rows of the calendar
+    hides_files: object = field(default_factory=object)
 
 
 class RowAging:
@@ -88,6 +97,7 @@ class RowAging:
 
     Args:
         ttls_s: time to live by table, in seconds; 0: rows do not age.
+        written_at_us: time of the rows that only a load wrote, in microseconds since 1970; 0: they stay.
 
     Attributes:
         valid_until_ns: by `time.time_ns`: until then lookups may trust the tiers.
@@ -100,12 +110,13 @@ class RowAging:
         chain: DatabaseChain,
         tiers: AgingTiers,
         *,
+        written_at_us: int = 0,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.valid_until_ns = 0
         self._watchers: LiveMethods[Callable[[int], None]] = LiveMethods()
         self._tables = {
-            index: _AgingTable(index, spec, round(ttl_s * 1e6))
+            index: _AgingTable(index, spec, round(ttl_s * 1e6), written_at=written_at_us)
             for index, (spec, ttl_s) in enumerate(zip(tables, ttls_s, strict=True))
             if ttl_s
         }
@@ -115,6 +126,7 @@ class RowAging:
         self._clock_ns = clock_ns
         self._latest_us = 0
         self._sweeping = threading.Lock()
+        self._moving = threading.Lock()
         self._stop = Stop()
         self._task: PeriodicTask | None = None
 
@@ -132,9 +144,10 @@ class RowAging:
                     self._read_again(table)
                     self._advance_reading(table, None)
                     try:
+                        self._expire_files(table, waits=True)
                         self._sweep(table)
                     except HPSError as error:
-                        if not table.hidden:
+                        if not (table.hidden or table.files_hidden):
                             raise
                         _log.warning("removing expired rows of table %s: %s; they are hidden meanwhile", table.spec.tag, error)
                     if table.calendar.horizon > self._now() - table.ttl_us:  # else more have expired than it holds
@@ -151,6 +164,12 @@ class RowAging:
     def stop(self) -> None:
         """Stop sweeping. Lookups that still run may trust the tiers until `valid_until_ns`."""
         self._stop.set()
+
+    def release(self) -> None:
+        """Hide no rows: no lookup needs it any more."""
+        for table in self._tables.values():
+            for owner in (table.hides, table.hides_files):
+                self._chain.show(table.spec, owner)
 
     def close(self, timeout_s: float = 10.0) -> None:
         self.stop()
@@ -182,23 +201,33 @@ class RowAging:
             self._count(table, int(np.count_nonzero(late)))
         return replace(changes, sequences=sequences, deleted=deleted)
 
-    def note(self, index: int, keys: KeyArray, times: IndexArray | None = None) -> None:
-        """Note rows whose changes are made now, (n,). Called while the table is being modified, so that no round misses them.
+    def note(self, index: int, changes: RowChanges) -> None:
+        """Note changes of a log. Called while the table is being modified, before they are made: no round misses them."""
+        if (table := self._tables.get(index)) is None or not changes.keys.size:
+            return
+        times = changes.sequences
+        with table.adding:
+            table.highest = max(table.highest, int(times.max()))
+            if changes.deleted is not None:  # of expired changes; lookups need not wait until those are forgotten
+                times = np.where(changes.deleted, np.maximum(times, self._now() - table.ttl_us + 1), times)
+            self._add(table, changes.keys, times)
 
-        Args:
-            times: their sequences; None for direct writes, which were just made.
-        """
+    def note_written(self, index: int, keys: KeyArray, took_s: float) -> None:
+        """Note rows of a direct write, (n,). Called while the table is being modified, once it has been made or has failed."""
         if (table := self._tables.get(index)) is None or not keys.size:
             return
-        with table.adding:
-            if times is None:  # their sequence was the time then, or one more than the highest
-                times = np.full(keys.size, max(self._now(), table.highest + 1), np.int64)
-            else:
-                table.highest = max(table.highest, int(times.max()))
-            table.calendar.add(keys, times)
-            if (earliest := int(times.min())) <= table.swept:
-                table.swept = earliest - 1
-                self._move_on()
+        stored: IndexArray = np.zeros(keys.size, np.int64)
+        if took_s > _LONG_S:
+            with suppress(DatabaseError):
+                stored = self._chain.last_changes(table.spec, keys)
+        with table.adding:  # their sequence was the time of the write, or one more than the highest
+            self._add(table, keys, np.where(stored > 0, stored, max(self._now(), table.highest + 1)))
+
+    def _add(self, table: _AgingTable, keys: KeyArray, times: IndexArray) -> None:
+        table.calendar.add(keys, times)
+        if (earliest := int(times.min())) <= table.swept:
+            table.swept = earliest - 1
+            self._move_on()
 
     def catch_up(self) -> None:
         """Remove expired rows now: a lookup found the sweeper late.
@@ -239,8 +268,9 @@ class RowAging:
             raise error
 
     def _sweep(self, table: _AgingTable) -> None:
-        _, until = self._take_due(table)
         try:
+            self._expire_files(table)
+            _, until = self._take_due(table)
             if table.due.size > _MANY_ROWS and not self._chain.databases[-1].in_process:
                 until = self._hide(table)
             while table.due.size:
@@ -260,13 +290,43 @@ class RowAging:
             raise
         if table.hidden:
             table.hidden = False
-            self._chain.show(table.spec)
+            self._chain.show(table.spec, table.hides)
         self._swept(table, until)
+
+    def _expire_files(self, table: _AgingTable, *, waits: bool = False) -> None:
+        """Remove the rows that only a load wrote, once their time has come.
+
+        All of them are hidden first if that is possible, and the embedding caches emptied. Then each call removes some.
+
+        Args:
+            waits: before the table serves: remove as many as a lookup would wait for, without hiding any.
+        """
+        if not table.written_at or table.written_at > self._now() - table.ttl_us:
+            return
+        if not (waits or table.files_hidden):
+            nothing = np.empty(0, np.int64)
+            table.files_hidden = self._tiers.hide(table.index, table.hides_files, None, nothing, table.written_at)
+        if table.files is None:
+            table.files = self._chain.stored_keys(table.spec, _PIECES[0])
+        for_s = _WAIT_S if waits else _READING_S if table.files_hidden else math.inf
+        ends = time.monotonic() + for_s
+        try:
+            while time.monotonic() < ends and not self._stop.is_set():
+                if (keys := next(table.files, None)) is None:
+                    table.written_at, table.files, table.files_hidden = 0, None, False
+                    self._chain.show(table.spec, table.hides_files)
+                    return
+                self._count(table, self._tiers.expire(table.index, keys, table.written_at, loaded=True).removed)
+        except BaseException:
+            table.files = None  # read again by the next round
+            raise
 
     def _take_due(self, table: _AgingTable) -> tuple[KeyArray, int]:
         """Take further keys from the calendar. Return them, and up to which time all changes were taken."""
         with table.adding:
             until = min(self._now() - table.ttl_us, table.calendar.horizon - 1)
+            if table.written_at and not table.files_hidden:
+                until = min(until, table.written_at - 1)
             new = table.calendar.take(until)
         if new.size:
             table.due = np.union1d(table.due, new) if table.due.size else new
@@ -282,7 +342,7 @@ class RowAging:
         fresh = new if table.hidden else table.due
         if table.due.size > table.calendar.most_changes:
             return until
-        if not fresh.size or self._tiers.hide(table.index, table.due, fresh, until):
+        if not fresh.size or self._tiers.hide(table.index, table.hides, table.due, fresh, until):
             table.hidden = table.hidden or bool(fresh.size)
             self._swept(table, until)
         return until
@@ -294,10 +354,11 @@ class RowAging:
             self._move_on()
 
     def _move_on(self) -> None:
-        earliest = min(table.swept + table.ttl_us for table in self._tables.values())
-        self.valid_until_ns = (earliest + GRACE_US - _MARGIN_US) * 1000
-        for moved in self._watchers:
-            moved(self.valid_until_ns)
+        with self._moving:  # a table that is swept must not overtake another one's change that has expired already
+            earliest = min(table.swept + table.ttl_us for table in self._tables.values())
+            self.valid_until_ns = (earliest + GRACE_US - _MARGIN_US) * 1000
+            for moved in self._watchers:
+                moved(self.valid_until_ns)
 
     def _keep_calendar(self, table: _AgingTable) -> None:
         """Read the database again before the time has come to the calendar's horizon."""

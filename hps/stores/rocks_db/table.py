@@ -408,7 +408,7 @@ class RocksTable:
             self._unflushed = 0  # before: what is written meanwhile counts
             self._engine.flush(self._times, doing)
 
-    def expire(self, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
         """As `AgingRows.expire`."""
         # Not synced: what a crash undoes is expired at the next start, too.
         doing, removed = f"expiring rows of table {self.tag}", 0
@@ -418,7 +418,7 @@ class RocksTable:
             doubtful = np.flatnonzero(~kept)
             last = self.last_changes(keys[doubtful])
             kept[doubtful] = last > sequence
-            due = keys[doubtful[(last > 0) & (last <= sequence)]]
+            due = keys[doubtful[(last <= sequence) & ((last > 0) | loaded)]]
             due = due[np.argsort(_ranks(due))]
             if due.size:
                 self._mark_modified()

@@ -406,13 +406,13 @@ class RowTable:
                 made[:] = applied = self._changes.apply(self.tag, changes, positions)
             return applied
 
-    def expire(self, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
         """As `AgingRows.expire`. A row that the file has, too, is deleted beside it instead, until the next seal."""
         doing = f"expiring rows of table {self.tag}"
         keys = check_keys(doing, keys)
         with self._alone(doing):
             last = self._changes.last_changes(self.tag, keys)
-            due = keys[(last > 0) & (last <= sequence)]
+            due = keys[(last <= sequence) & ((last > 0) | loaded)]
             file, removed = self._state.file, 0
             if due.size:
                 self._mark_modified()
@@ -422,7 +422,7 @@ class RowTable:
                 filed = file.contains(due) if file else np.zeros(due.size, np.bool_)
             if (only := due[~filed]).size:
                 with self._noting(only, None):
-                    removed += self._changes.expire(self.tag, only, sequence).removed
+                    removed += self._changes.expire(self.tag, only, sequence, loaded=loaded).removed
             if (also := due[filed]).size:
                 present = int(self._present(also).sum()) if self._download is None else also.size
                 vectors = np.zeros((also.size, self.width), np.float32)

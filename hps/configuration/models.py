@@ -250,7 +250,7 @@ _COUNTED = {  # lists with an element per table: noun of an element
     "embedding_vecsize_per_table": "width",
     "maxnum_catfeature_query_per_table_per_sample": "maximum",
     "row_dtype": "row format",
-    "row_ttl_s": "time to live",
+    "row_ttl_s": "lifetime",
 }
 _OF_ALL_TABLES = ("row_dtype", "row_ttl_s")  # a single value is every table's
 

@@ -170,7 +170,7 @@ def test_settings_that_cannot_be_are_refused(start, tmp_path):
         (start.entry(), below, r"got row_ttl_s, but persistent_db\.read_only does not allow online changes; set it to false"),
         (start.entry(ttl_s=-1), {}, "row_ttl_s"),
         (start.entry(ttl_s=1e10), {}, "row_ttl_s"),
-        (start.entry(ttl_s=[1, 2]), {}, "2 times to live for 1 sparse_files"),
+        (start.entry(ttl_s=[1, 2]), {}, "2 lifetimes for 1 sparse_files"),
     ):
         with pytest.raises(ConfigError, match=text):
             load_configuration({**document_of(entry), **tiers})
@@ -228,6 +228,16 @@ def test_a_lookup_removes_expired_rows_itself_where_the_sweeper_is_late(start, t
     assert found(server, ONLINE).all()
     sweeper.close()  # as if its thread got no processor
     follow(server, ONLINE, np.full(ONLINE.size, written), lambda there: not there.any())
+
+
+def test_a_row_without_a_cache_has_expired_where_the_sweeper_is_late(start):
+    server = start("rocks_db_alone", gpucache=False)
+    sweeper = server.model("m").aging
+    written = now_us() - TTL_US + 300_000
+    apply(server, ONLINE, written)
+    sweeper.close()
+    wait_until(lambda: now_us() > written + TTL_US + GRACE_US, "they expire")
+    assert server.row(int(ONLINE[0]), "m", "a").tier is None
 
 
 @pytest.mark.parametrize("tiers", ["rocks_db", "rocks_db_alone"])

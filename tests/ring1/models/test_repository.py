@@ -95,7 +95,7 @@ def test_a_manifest_says_what_a_version_is_and_its_files_are_below_it(tmp_path: 
     [
         *((b"", "it is not JSON"), (b'{"delta_of": "1"', "it is not JSON"), (b"\xff\xfe", "it is not JSON")),
         *((b"[" * 100_000, "it is not JSON"), (b"[]", "got list, expected a JSON object")),
-        ({"delta_off": "1"}, "delta_off: .*write delta_of, note, step, files, updates, dense"),
+        ({"delta_off": "1"}, "delta_off: .*write delta_of, note, step, written_at_us, files, updates, dense"),
         *(({"delta_of": 1}, "delta_of: "), ({"delta_of": "01"}, "delta_of: "), ({"delta_of": "1\n"}, "delta_of: ")),
         ({"files": {"key": {"size_bytes": -1}}}, "size_bytes"),
         ({"files": {"key": {"size_bytes": 8, "crc32": "abc"}}}, "crc32"),

@@ -47,7 +47,7 @@ _MARGIN_US: Final = 100_000  # of the grace
 _HIDE_US: Final = 300_000  # behind, after which remaining rows are hidden
 _LONG_S: Final = 0.3  # of a direct write, whose rows may be older by so much than its end
 _MANY_ROWS: Final = 8192  # more are hidden before they are removed from a database outside this process's memory
-_PIECES: Final = (1 << 12, 1 << 15)  # least and most rows to remove at once: writers of the table wait meanwhile
+_PIECES: Final = (1 << 10, 1 << 15)  # least and most rows to remove at once: writers of the table wait meanwhile
 _FAST_S, _SLOW_S = 0.1, 0.3  # a piece that takes less, or more, is followed by a larger, or smaller, one
 _MOST_CHANGES: Final = 1 << 22  # in a calendar; 64 MiB
 _SHARE: Final = 8  # of a table's rows, one in so many may be in the calendar if that is more
@@ -307,7 +307,7 @@ class RowAging:
             nothing = np.empty(0, np.int64)
             table.files_hidden = self._tiers.hide(table.index, table.hides_files, None, nothing, table.written_at)
         if table.files is None:
-            table.files = self._chain.stored_keys(table.spec, _PIECES[0])
+            table.files = self._chain.stored_keys(table.spec, table.piece_rows)
         for_s = _WAIT_S if waits else _READING_S if table.files_hidden else math.inf
         ends = time.monotonic() + for_s
         try:

@@ -842,9 +842,10 @@ class AgingRowsContract(DatabaseFixtures):
         table.follow_log(TAG)
         table.order_by_time(TAG)
         applied(table, TAG, changes_of(keys[:2], 10, version=1))
-        expired = table.expire(TAG, keys, 10)
+        expired = table.expire(TAG, keys, 15)
         assert not expired.kept.any()
         assert expired.removed == 2
+        assert (table.last_changes(TAG, keys) <= 10).all()  # a lookup that still has a row must not find it younger
         assert sorted(self.raw_rows(table, TAG)) == sorted(keys[2:].tolist())
         assert applied(table, TAG, changes_of(keys[:1], 11, version=2)) == [True]
         assert fetched(table, TAG, keys, DIM)[1].tolist() == [True, False, True, True, True, True]
@@ -861,6 +862,7 @@ class AgingRowsContract(DatabaseFixtures):
             expired = table.expire(TAG, keys, 10, loaded=True)
             assert expired.kept.tolist() == [False, True, True, False, False, False]
             assert expired.removed == removed
+            assert (table.last_changes(TAG, keys)[[0, 3, 4, 5]] < 10).all()
         assert sorted(self.raw_rows(table, TAG)) == sorted(keys[1:2].tolist())
         assert self.changes_in(table, 10) == {int(keys[1]): 11, int(keys[2]): 13}
 

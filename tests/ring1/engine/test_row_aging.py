@@ -96,6 +96,26 @@ def test_rows_hidden_by_two_deployments_are_shown_once_both_have_removed_them(st
     assert found(server, FILED[:3]).all()
 
 
+def test_a_lookup_beside_the_removal_of_rows_that_a_sealed_file_has_finds_none(start, monkeypatch):
+    server = start("row_files")
+    deployment, written = server.model("m"), now_us()
+    (table,), changes, seen = deployment.tables, deployment.chain.databases[-1]._changes, []
+    apply(server, FILED[:50], written)
+    deployment.hide(0, object(), FILED[:50], FILED[:50], written)
+    written_to_disk = changes.apply
+
+    def observed(*arguments):
+        applied = written_to_disk(*arguments)
+        there = np.zeros(50, np.bool_)
+        deployment.chain.fetch(table, FILED[:50], np.empty((50, DIM), np.float32), there)
+        seen.append(there.any())
+        return applied
+
+    monkeypatch.setattr(changes, "apply", observed)
+    deployment.expire(0, FILED[:50], written + 1000)
+    assert seen == [False]
+
+
 def test_a_closed_deployment_hides_nothing(start):
     server = start()
     deployment = server.model("m")
@@ -319,4 +339,5 @@ def test_rows_beyond_the_calendar_are_read_again_from_the_database(start, monkey
     table = table_of(server)
     assert not table.calendar.complete
     follow(server, ONLINE, written, lambda there: there.sum() == 50)
+    monkeypatch.setattr(aging, "_READ_AHEAD_US", 60_000_000)
     wait_until(lambda: table.calendar.complete and len(table.calendar) == 50, "the others are read")

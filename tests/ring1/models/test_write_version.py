@@ -71,7 +71,9 @@ def test_a_version_that_is_there_stays_and_nothing_is_left_of_a_failure(tmp_path
 
     with pytest.raises(ModelFileError, match=rf"renaming .* to {tmp_path}/2: Directory not empty"):
         write_version(tmp_path / "2", {"item": meanwhile()})
-    assert files_of(tmp_path / "2") == {name[2:]: data for name, data in before.items()}
+    written = files_of(tmp_path / "2")
+    assert written.pop("version.json") != before.pop("1/version.json")  # another time
+    assert written == {name[2:]: data for name, data in before.items()}
     with pytest.raises(OSError, match="the source broke"):
         write_version(tmp_path / "3", {"user": ROWS, "item": broken()})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]

@@ -311,7 +311,7 @@ class RowAging:
         for_s = _WAIT_S if waits else _READING_S if table.files_hidden else math.inf
         ends = time.monotonic() + for_s
         try:
-            while time.monotonic() < ends and not self._stop.is_set():
+            while time.monotonic() < ends:
                 if (keys := next(table.files, None)) is None:
                     table.written_at, table.files, table.files_hidden = 0, None, False
                     self._chain.show(table.spec, table.hides_files)

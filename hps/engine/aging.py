@@ -45,6 +45,7 @@ FUTURE_US: Final = 1_000_000
 _EVERY_S: Final = 0.1  # between two rounds of the sweeper
 _MARGIN_US: Final = 100_000  # of the grace
 _HIDE_US: Final = 300_000  # behind, after which remaining rows are hidden
+_BUSY_S: Final = 0.3  # of a round for removing, after which the rest is hidden
 _LONG_S: Final = 0.3  # of a direct write, whose rows may be older by so much than its end
 _MANY_ROWS: Final = 8192  # more are hidden before they are removed from a database outside this process's memory
 _PIECES: Final = (1 << 10, 1 << 15)  # least and most rows to remove at once: writers of the table wait meanwhile
@@ -80,6 +81,7 @@ class _AgingTable:
     swept: int = 0  # no row with a change up to this time is left
     due: KeyArray = field(default_factory=lambda: np.empty(0, np.int64))  # taken from the calendar, perhaps expired; ascending
     hidden: bool = False
+    fresh: KeyArray = field(default_factory=lambda: np.empty(0, np.int64))  # of `due`, taken since it was hidden last
     piece_rows: int = 1 << 12
     reading: Iterator[tuple[KeyArray, IndexArray]] | None = None  # of the database, for the calendar
     reading_began_us: int = 0
@@ -127,6 +129,7 @@ class RowAging:
         self._latest_us = 0
         self._sweeping = threading.Lock()
         self._moving = threading.Lock()
+        self._first = 0  # whose turn is first
         self._stop = Stop()
         self._task: PeriodicTask | None = None
 
@@ -143,9 +146,10 @@ class RowAging:
                 while not self._stop.is_set():
                     self._read_again(table)
                     self._advance_reading(table, None)
+                    ends = time.monotonic() + _WAIT_S
                     try:
-                        self._expire_files(table, waits=True)
-                        self._sweep(table)
+                        self._expire_files(table, ends, hides=False)
+                        self._sweep(table, ends)
                     except HPSError as error:
                         if not (table.hidden or table.files_hidden):
                             raise
@@ -257,9 +261,10 @@ class RowAging:
 
     def _sweep_all(self) -> None:
         error: HPSError | None = None
-        for table in self._tables.values():
+        ends = time.monotonic() + _BUSY_S
+        for table in self._turns():
             try:
-                self._sweep(table)
+                self._sweep(table, ends)
                 self._keep_calendar(table)
             except HPSError as failure:  # the others go on
                 error = failure
@@ -267,13 +272,24 @@ class RowAging:
         if error is not None:
             raise error
 
-    def _sweep(self, table: _AgingTable) -> None:
+    def _turns(self) -> list[_AgingTable]:
+        """Return all tables, another one first each time: that one has most of the round."""
+        tables, first = list(self._tables.values()), self._first
+        self._first = (first + 1) % len(tables)
+        return tables[first:] + tables[:first]
+
+    def _sweep(self, table: _AgingTable, ends: float) -> None:
+        """Remove the expired rows of a table. From a time of the monotonic clock on, hide those that are left, if possible."""
         try:
-            self._expire_files(table)
-            _, until = self._take_due(table)
+            self._expire_files(table, ends)
+            until = self._take_due(table)
             if table.due.size > _MANY_ROWS and not self._chain.databases[-1].in_process:
-                until = self._hide(table)
+                until, _ = self._hide(table)
             while table.due.size:
+                if (ended := time.monotonic() > ends) or self._now() - table.ttl_us - until > _HIDE_US:
+                    until, hidden = self._hide(table)
+                    if ended and hidden:  # the other tables must not wait for the next round: lookups are of all
+                        return
                 began = time.monotonic()
                 expired = self._tiers.expire(table.index, table.due[: table.piece_rows], until)
                 self._count(table, expired.removed)
@@ -283,33 +299,29 @@ class RowAging:
                     table.piece_rows = max(least, table.piece_rows // 2)
                 elif spent_s < _FAST_S:
                     table.piece_rows = min(most, table.piece_rows * 2)
-                if self._now() - table.ttl_us - until > _HIDE_US:
-                    until = self._hide(table)
         except HPSError:
             self._hide(table)
             raise
+        table.fresh = table.due
         if table.hidden:
             table.hidden = False
             self._chain.show(table.spec, table.hides)
         self._swept(table, until)
 
-    def _expire_files(self, table: _AgingTable, *, waits: bool = False) -> None:
-        """Remove the rows that only a load wrote, once their time has come.
-
-        All of them are hidden first if that is possible, and the embedding caches emptied. Then each call removes some.
+    def _expire_files(self, table: _AgingTable, ends: float, *, hides: bool = True) -> None:
+        """Remove rows that only a load wrote, once their time has come, up to a time of the monotonic clock.
 
         Args:
-            waits: before the table serves: remove as many as a lookup would wait for, without hiding any.
+            hides: hide all of them first if that is possible, for which the embedding caches are emptied; else remove all.
         """
         if not table.written_at or table.written_at > self._now() - table.ttl_us:
             return
-        if not (waits or table.files_hidden):
+        if hides and not table.files_hidden:
             nothing = np.empty(0, np.int64)
             table.files_hidden = self._tiers.hide(table.index, table.hides_files, None, nothing, table.written_at)
+            ends = ends if table.files_hidden else math.inf
         if table.files is None:
             table.files = self._chain.stored_keys(table.spec, table.piece_rows)
-        for_s = _WAIT_S if waits else _READING_S if table.files_hidden else math.inf
-        ends = time.monotonic() + for_s
         try:
             while time.monotonic() < ends:
                 if (keys := next(table.files, None)) is None:
@@ -321,8 +333,8 @@ class RowAging:
             table.files = None  # read again by the next round
             raise
 
-    def _take_due(self, table: _AgingTable) -> tuple[KeyArray, int]:
-        """Take further keys from the calendar. Return them, and up to which time all changes were taken."""
+    def _take_due(self, table: _AgingTable) -> int:
+        """Take further keys from the calendar. Return up to which time all changes were taken."""
         with table.adding:
             until = min(self._now() - table.ttl_us, table.calendar.horizon - 1)
             if table.written_at and not table.files_hidden:
@@ -330,22 +342,25 @@ class RowAging:
             new = table.calendar.take(until)
         if new.size:
             table.due = np.union1d(table.due, new) if table.due.size else new
-        return new, until
+            table.fresh = np.union1d(table.fresh, new) if table.fresh.size else new
+        return until
 
-    def _hide(self, table: _AgingTable) -> int:
+    def _hide(self, table: _AgingTable) -> tuple[int, bool]:
         """Let lookups go on while many rows are removed, or cannot be: those that are left count as absent.
 
         Returns:
-            Up to which time all changes were taken from the calendar.
+            Up to which time all changes were taken from the calendar, and whether lookups go on.
         """
-        new, until = self._take_due(table)
-        fresh = new if table.hidden else table.due
+        until = self._take_due(table)
+        fresh = table.fresh if table.hidden else table.due
         if table.due.size > table.calendar.most_changes:
-            return until
-        if not fresh.size or self._tiers.hide(table.index, table.hides, table.due, fresh, until):
-            table.hidden = table.hidden or bool(fresh.size)
-            self._swept(table, until)
-        return until
+            return until, False
+        if fresh.size and not self._tiers.hide(table.index, table.hides, table.due, fresh, until):
+            return until, False
+        table.hidden = table.hidden or bool(fresh.size)
+        table.fresh = fresh[:0]
+        self._swept(table, until)
+        return until, True
 
     def _swept(self, table: _AgingTable, until: int) -> None:
         with table.adding:

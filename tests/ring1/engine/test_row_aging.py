@@ -279,6 +279,33 @@ def test_rows_that_a_database_cannot_remove_are_answered_as_absent(start, monkey
     wait_until(lambda: sample(server, "expired_rows") == 50, "they are removed")
 
 
+def test_rows_that_expire_while_others_cannot_be_removed_leave_the_caches_too(start, monkeypatch):
+    server = start("rocks_db")
+    times = np.where(np.arange(ONLINE.size) < 50, now_us() - TTL_US + 300_000, now_us() - TTL_US + 1_000_000)
+    apply(server, ONLINE, times)
+
+    def fail(*arguments, **options):
+        raise DatabaseError("no room")
+
+    monkeypatch.setattr(server.model("m").chain.databases[-1], "expire", fail)
+    follow(server, ONLINE, times, lambda there: not there.any())
+
+
+def test_a_round_that_has_no_time_left_hides_the_expired_rows_of_all_tables(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(aging, "_BUSY_S", -1.0)
+    hps.write_sparse_model(tmp_path / "b", (FILED, vectors_of(FILED)))
+    model = model_of("m", [tmp_path / "a", tmp_path / "b"], {"a": DIM, "b": DIM}, row_ttl_s=0.4, gpucacheper=2.0)
+    server = start.opened.enter_context(hps.HPS(document_of(model)))
+    for table in ("a", "b"):
+        server.insert(ONLINE, vectors_of(ONLINE), "m", table)
+    there = lambda table: server.lookup(ONLINE, "m", table, return_found=True)[1]  # noqa: E731
+    wait_until(lambda: not there("a").any() and not there("b").any(), "they expire")
+    assert sample(server, "expired_rows") == 0
+    monkeypatch.undo()
+    wait_until(lambda: sample(server, "expired_rows") == ONLINE.size, "they are removed")
+    wait_until(lambda: not server.model("m").chain._hidden, "nothing is hidden any more")
+
+
 def test_lookups_fail_rather_than_answer_rows_that_can_neither_be_removed_nor_hidden(start, monkeypatch):
     server = start("rocks_db")
     written = now_us() - TTL_US + 300_000

@@ -7,6 +7,7 @@ import hps
 from hps.configuration.load import load_configuration
 from hps.engine import aging
 from hps.errors import ConfigError, DatabaseError, ModelFileError
+from hps.stores.base import RowChanges
 from hps.testing.waiting import wait_until
 from tests.servers.running_service import document_of, model_of
 from tests.tables.row_aging import (
@@ -74,6 +75,29 @@ def test_lookups_do_not_wait_until_changes_that_have_expired_on_arrival_are_forg
     sweeper._round()
     assert len(table_of(server).calendar) == 0
     assert not server.model("m").chain.last_changes(server.model("m").tables[0], ONLINE).any()
+
+
+def test_a_change_that_expires_while_it_waits_for_its_turn_is_never_answered(start):
+    server = start()
+    deployment, written = server.model("m"), now_us() - TTL_US - 5 * GRACE_US
+    deployment.aging.close()
+    changes = RowChanges(ONLINE, vectors_of(ONLINE), np.full(ONLINE.size, written))  # admitted before
+    deployment.chain.apply(deployment.tables[0], changes, {}, lambda latest: None, deployment._changing(0, changes))
+    assert not found(server, ONLINE).any()
+
+
+def test_those_who_answer_by_themselves_are_told_until_when(start):
+    told = []
+
+    class Loop:
+        def trust_until(self, valid_until_ns):
+            told.append(valid_until_ns)
+
+    sweeper, loop = start().model("m").aging, Loop()
+    sweeper.close()
+    sweeper.watch(loop.trust_until)
+    sweeper._round()
+    assert told[0] < told[-1] == sweeper.valid_until_ns
 
 
 @pytest.mark.parametrize("tiers", ["hash_map", "rocks_db"])

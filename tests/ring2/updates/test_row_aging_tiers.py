@@ -73,6 +73,7 @@ def test_rows_that_expire_while_the_process_is_down_are_gone_when_it_starts(star
     start.opened.close()
     wait_until(lambda: now_us() > written[0] + TTL_US, "rows expire meanwhile")
     server = start(tiers)
+    assert not {*ONLINE[:50].tolist()} & {*stored_keys(server)[-1]}
     follow(server, ONLINE, written, lambda there: not there[:50].any())
     assert found(server, ONLINE[50:]).all()
     assert found(server, FILED).all()

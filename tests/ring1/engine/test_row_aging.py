@@ -330,10 +330,12 @@ def test_a_round_that_has_no_time_left_hides_the_expired_rows_of_all_tables(star
     wait_until(lambda: not server.model("m").chain._hidden, "nothing is hidden any more")
 
 
-def test_lookups_fail_rather_than_answer_rows_that_can_neither_be_removed_nor_hidden(start, monkeypatch):
-    server = start("rocks_db")
-    written = now_us() - TTL_US + 300_000
-    apply(server, ONLINE, np.full(ONLINE.size, written))
+@pytest.mark.parametrize("keys", [ONLINE, FILED], ids=["online", "files"])
+def test_lookups_fail_rather_than_answer_rows_that_can_neither_be_removed_nor_hidden(start, monkeypatch, keys):
+    written = now_us() - TTL_US + 500_000
+    start.files_were_written(written)
+    server = start("rocks_db", row_ttl_files=True)
+    apply(server, ONLINE, np.full(ONLINE.size, written if keys is ONLINE else now_us()))
 
     def fail(*arguments, **options):
         raise DatabaseError("no room")
@@ -344,7 +346,7 @@ def test_lookups_fail_rather_than_answer_rows_that_can_neither_be_removed_nor_hi
     def refused():
         before = now_us()
         try:
-            there = found(server, ONLINE)
+            there = found(server, keys)
         except DatabaseError:
             return True
         assert before < written + TTL_US + GRACE_US or not there.any()
@@ -352,7 +354,7 @@ def test_lookups_fail_rather_than_answer_rows_that_can_neither_be_removed_nor_hi
 
     wait_until(refused, "lookups fail")
     monkeypatch.undo()
-    follow(server, ONLINE, np.full(ONLINE.size, written), lambda there: not there.any())
+    follow(server, keys, np.full(keys.size, written), lambda there: not there.any())
 
 
 def test_a_change_of_settings_keeps_the_times(start):

@@ -27,14 +27,15 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def test_a_version_is_its_tables_and_what_says_by_what_they_are_whole(tmp_path: Path) -> None:
     tables, positions = {"item": ROWS, "deep/user": [ROWS, (KEYS[10:], VECTORS[10:])]}, {"item": {"0": "17", "topic/1": "9"}}
-    before = time.time_ns() // 1000
+    before_us = time.time_ns() // 1000
     write_version(tmp_path / "shop" / "1", tables, note="first", updates=positions)
+    after_us = time.time_ns() // 1000
     written = files_of(tmp_path / "shop" / "1")
     manifest = read_manifest(str(tmp_path / "shop" / "1"), ModelSources())
     assert manifest is not None
     assert (manifest.delta_of, manifest.note, manifest.updates) == ("", "first", positions)
     assert manifest.written_at_us is not None
-    assert before <= manifest.written_at_us <= time.time_ns() // 1000
+    assert before_us <= manifest.written_at_us <= after_us
     assert written.pop("version.json")
     assert dict(manifest.files) == {
         name: FileCheck(size_bytes=len(data), crc32=f"{zlib.crc32(data):08x}") for name, data in written.items()

@@ -77,3 +77,19 @@ def test_rows_that_expire_while_the_process_is_down_are_gone_when_it_starts(star
     follow(server, ONLINE, written, lambda there: not there[:50].any())
     assert found(server, ONLINE[50:]).all()
     assert found(server, FILED).all()
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_rows_of_the_files_age_from_the_time_of_the_version_if_asked(start, tiers):
+    written = now_us() - TTL_US + 1_500_000
+    start.files_were_written(written)
+    server = start(tiers, row_ttl_files=True)
+    apply(server, FILED[:10], written + 60_000_000, 2)
+    apply(server, ONLINE, written + 60_000_000, 2)
+    follow(server, FILED, np.where(FILED < 10, written + 60_000_000, written), lambda there: there.sum() == 10)
+    assert found(server, ONLINE).all()
+    wait_until(lambda: sample(server, "expired_rows") == 90, "they are removed")
+    assert all(keys == [*range(10), *ONLINE] for keys in stored_keys(server))
+    wait_until(lambda: not server.model("m").chain._hidden, "nothing is hidden any more")
+    apply(server, FILED[20:21], now_us(), 3)
+    assert found(server, FILED[20:21]).all()

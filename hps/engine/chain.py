@@ -205,7 +205,7 @@ class _FinalRows:
 class _HiddenRows(NamedTuple):
     """Rows that are about to be removed, but for those with a later change."""
 
-    keys: KeyArray  # ascending
+    keys: KeyArray | None  # ascending; None for all of the table
     sequence: int
 
 
@@ -262,7 +262,8 @@ class DatabaseChain:
         self._fences: dict[str, TableFence] = {}
         self._quarantined: set[str] = set()  # tags
         self.failed_above = False
-        self._hidden: dict[str, _HiddenRows] = {}  # by tag
+        self._hidden: dict[str, dict[object, _HiddenRows]] = {}  # by tag and by who hides them; replaced, never changed
+        self._hiding = threading.Lock()
         self._recorded: set[str] = set()  # tags whose quarantine the persistent database has on record
         self._healing = threading.Lock()
         self._promotions = (
@@ -504,8 +505,8 @@ class DatabaseChain:
             began = perf_counter_ns()
             fetched = final.fetched if final and exact is None and hidden is None else None
             error = tier.fetch(table, keys, out, found, missing=before, open_lost=not last, fetched=fetched, exact=exact)
-            if hidden:
-                self._leave_out_hidden(table, hidden, keys, found, ~read)
+            for rows in hidden.values() if hidden else ():
+                self._leave_out_hidden(table, rows, keys, found, ~read)
             spent = ended(tier.name, table.table_name, began, before) - began
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, before - after, 0 if error else after, spent)
@@ -540,8 +541,8 @@ class DatabaseChain:
                 continue
             exact: FloatArray | None = np.empty((1, table.dim), np.float32) if tier.is_exact(table) else None
             error = tier.fetch(table, key, out, found, missing=1, open_lost=False, exact=exact)
-            if found[0] and (hidden := self._hidden.get(table.tag)):
-                self._leave_out_hidden(table, hidden, key, found, found.copy())
+            for rows in self._hidden.get(table.tag, {}).values() if found[0] else ():
+                self._leave_out_hidden(table, rows, key, found, found.copy())
             if found[0]:
                 return tier.name
             if error and tier is self._tiers[-1]:
@@ -675,10 +676,13 @@ class DatabaseChain:
         sequence: int,
         then: Callable[[KeyArray, bool], None],
         changing: AbstractContextManager[object] | None = None,
+        *,
+        loaded: bool = False,
     ) -> ExpiredRows:
         """Remove rows from every database whose last change has at most this sequence; the authoritative one decides.
 
         Args:
+            loaded: as for `AgingRows.expire`.
             then: called last, before fills of an upper tier continue, with the keys to erase from the embedding caches, and
                 whether these are known to be removed: after a failure they may remain.
             changing: as for `insert`.
@@ -690,7 +694,7 @@ class DatabaseChain:
 
         def write(tier: _Tier) -> None:
             if tier is self._tiers[-1]:
-                expired.append(aging.expire(tier.tag(table), keys, sequence))
+                expired.append(aging.expire(tier.tag(table), keys, sequence, loaded=loaded))
             elif (gone := keys[~expired[0].kept]).size:
                 tier.database.delete(tier.tag(table), gone)
 
@@ -703,7 +707,8 @@ class DatabaseChain:
     def hide(
         self,
         table: TableSpec,
-        keys: KeyArray,
+        owner: object,
+        keys: KeyArray | None,
         fresh: KeyArray,
         sequence: int,
         then: Callable[[], None],
@@ -712,30 +717,47 @@ class DatabaseChain:
         """Answer rows as absent whose last change has at most this sequence, until they are removed or `show` is called.
 
         Args:
-            keys: all keys to hide, ascending; replaces those before.
+            owner: who hides them, for `show`.
+            keys: all keys to hide, ascending; replaces those of this owner before. None: all rows of the table, which may be
+                those that only a load wrote.
             fresh: those of them that were not hidden before.
             then: drops the fresh ones from the embedding caches.
             changing: as for `insert`.
 
         Returns:
-            False if a device may read them in place in the authoritative database.
+            False if a device may read them in place.
 
         Raises:
             DatabaseError: earlier work on the table did not end in time.
         """
-        if self._in_place is not None and self._in_place is self._tiers[-1] and changing is not None:
+        if changing is not None and self._in_place is not None and (keys is None or self._in_place is self._tiers[-1]):
             return False
         with self._fences[table.tag].modifying(self._modification_timeout_s), changing or nullcontext():
-            self._hidden[table.tag] = _HiddenRows(keys, sequence)
+            with self._hiding:
+                self._hidden[table.tag] = self._hidden.get(table.tag, {}) | {owner: _HiddenRows(keys, sequence)}
             upper = self._volatile if self._persistent and table.tag not in self._quarantined | self._unopened else None
-            if upper and upper.attempt(table, lambda: upper.database.delete(upper.tag(table), fresh)):
+            if upper and fresh.size and upper.attempt(table, lambda: upper.database.delete(upper.tag(table), fresh)):
                 self._quarantine(table)
             then()
         return True
 
-    def show(self, table: TableSpec) -> None:
-        """Hide no rows of a table: all were removed."""
-        self._hidden.pop(table.tag, None)
+    def show(self, table: TableSpec, owner: object) -> None:
+        """Hide no rows of a table for this owner: all were removed, or nobody looks them up."""
+        with self._hiding:
+            hidden = {other: rows for other, rows in self._hidden.get(table.tag, {}).items() if other is not owner}
+            if hidden:
+                self._hidden[table.tag] = hidden
+            else:
+                self._hidden.pop(table.tag, None)
+
+    def last_changes(self, table: TableSpec, keys: KeyArray) -> IndexArray:
+        """Read the sequences of the last changes of keys from the authoritative database; see `AgingRows.last_changes`."""
+        return self._aging(table).last_changes(self._tiers[-1].tag(table), keys)
+
+    def stored_keys(self, table: TableSpec, chunk_rows: int) -> Iterator[KeyArray]:
+        """Read the keys of all rows in the authoritative database, in chunks, in any order; see `Database.scan`."""
+        for keys, _ in self._tiers[-1].database.scan(self._tiers[-1].tag(table), chunk_rows):
+            yield keys
 
     def _leave_out_hidden(
         self, table: TableSpec, hidden: _HiddenRows, keys: KeyArray, found: BoolArray, among: BoolArray
@@ -749,12 +771,12 @@ class DatabaseChain:
             DatabaseError: the authoritative database failed.
         """
         doubtful = np.flatnonzero(found & among)
-        if hidden.keys.size:
+        if hidden.keys is not None:
             place = np.minimum(np.searchsorted(hidden.keys, keys[doubtful]), hidden.keys.size - 1)
             doubtful = doubtful[hidden.keys[place] == keys[doubtful]]
         if doubtful.size:
             distinct, back = np.unique(keys[doubtful], return_inverse=True)
-            last = self._aging(table).last_changes(self._tiers[-1].tag(table), distinct)
+            last = self.last_changes(table, distinct)
             found[doubtful[last[back] <= hidden.sequence]] = False
 
     def _aging(self, table: TableSpec) -> AgingRows:

@@ -815,6 +815,7 @@ class DirectSession(_TableLimits):
         return fetched
 
     def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        self.sweep_if_late()  # callers read the databases next
         return np.zeros(keys.size, np.bool_)
 
     def _refusal(self) -> InvalidInputError:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hps.errors import ConfigError, HPSError, MissingDependencyError
 
@@ -158,11 +158,11 @@ def section_of(database: Any) -> str:
     return "persistent_db" if database.persistent else "volatile_db"
 
 
-def can_follow_updates(database: str) -> bool:
-    """Return True if databases of a type can follow a log of updates. All built-in ones can, and are not imported."""
+def has_capability(database: str, capability: Literal["OrderedWrites", "AgingRows"]) -> bool:
+    """Return True if databases of a type have a capability of `stores/base.py`. All built-in ones do, and are not imported."""
     if database in IMPLEMENTATIONS["database"]:
         return True
-    return issubclass(implementation("database", database), _attribute("hps.stores.base:OrderedWrites"))
+    return issubclass(implementation("database", database), _attribute(f"hps.stores.base:{capability}"))
 
 
 @cache

@@ -481,14 +481,14 @@ class AgingRows(OrderedWrites):
         """Return the sequences of the last changes of keys, (n,); 0 without one."""
 
     @abstractmethod
-    def expire(self, tag: str, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
         """Remove the rows whose last change has at most this sequence. A crash may undo it.
 
-        The caller refuses older changes from then on, so that a database forgets these where it can. Rows that only a load
-        wrote stay.
+        The caller refuses older changes from then on, so that a database forgets these where it can.
 
         Args:
             keys: (n,) int64, distinct.
+            loaded: remove rows that only a load wrote, too; else they stay.
 
         Raises:
             DatabaseError: each row is as before, or removed.

@@ -842,12 +842,29 @@ class AgingRowsContract(DatabaseFixtures):
         table.follow_log(TAG)
         table.order_by_time(TAG)
         applied(table, TAG, changes_of(keys[:2], 10, version=1))
-        expired = table.expire(TAG, keys, 10)
+        expired = table.expire(TAG, keys, 15)
         assert not expired.kept.any()
         assert expired.removed == 2
+        assert (table.last_changes(TAG, keys) <= 10).all()  # a lookup that still has a row must not find it younger
         assert sorted(self.raw_rows(table, TAG)) == sorted(keys[2:].tolist())
         assert applied(table, TAG, changes_of(keys[:1], 11, version=2)) == [True]
         assert fetched(table, TAG, keys, DIM)[1].tolist() == [True, False, True, True, True, True]
+
+    def test_rows_of_a_load_expire_if_asked(self, table: AgingDatabase) -> None:
+        keys = distinct_keys(6)
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 6, 6))
+        settle(table)
+        table.follow_log(TAG)
+        table.order_by_time(TAG)
+        applied(table, TAG, changes_of(keys[:3], [9, 11, 12], version=1))
+        applied(table, TAG, changes_of(keys[2:3], 13, deleted=True))
+        for removed in (4, 0):
+            expired = table.expire(TAG, keys, 10, loaded=True)
+            assert expired.kept.tolist() == [False, True, True, False, False, False]
+            assert expired.removed == removed
+            assert (table.last_changes(TAG, keys)[[0, 3, 4, 5]] < 10).all()
+        assert sorted(self.raw_rows(table, TAG)) == sorted(keys[1:2].tolist())
+        assert self.changes_in(table, 10) == {int(keys[1]): 11, int(keys[2]): 13}
 
     def test_an_expired_deletion_is_forgotten(self, aging: AgingDatabase) -> None:
         keys = distinct_keys(3)

@@ -31,7 +31,7 @@ from hps.tensors.transforms import Transform
 from hps.types import TableSpec
 from hps.versions.cache_sizes import RESIDENT, cache_capacities, index_sizes, is_direct, is_static, not_shared, usable_sharing
 from hps.versions.catalog import ModelVersion
-from hps.versions.deployment import Deployment, log_positions
+from hps.versions.deployment import Deployment, check_written_at, log_positions
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def load_deployment(
     counts = config.checks.enabled and config.checks.finite.policy != "refuse"  # and does not refuse: the check judges
     targets = replace(targets, max_nonfinite_rows=UNBOUNDED_ROWS if counts else config.max_nonfinite_rows)
     _refuse_shared_share(config, chain)
+    check_written_at(config, version.written_at_us)
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
     check_transform(config, targets.sources)
@@ -112,6 +113,7 @@ def load_deployment(
             build,
             log_starts=starts,
             log_positions=positions,
+            written_at_us=version.written_at_us,
             network=network,
         )
         deployment.start_aging()
@@ -164,7 +166,7 @@ def _open_network(version: ModelVersion, sources: ModelSources, cache_class: typ
         raise CapacityError(f"deploying model {config.model!r}: {error}") from error
 
 
-def reconfigure(current: Deployment, config: ModelConfig) -> Deployment:
+def reconfigure(current: Deployment, config: ModelConfig, written_at_us: int = 0) -> Deployment:
     """Build caches and sessions with other settings over the tables of a deployment in service; nothing is loaded.
 
     Both deployments answer lookups, and writes through the deployment in service reach the caches of both. After the takeover,
@@ -172,11 +174,14 @@ def reconfigure(current: Deployment, config: ModelConfig) -> Deployment:
 
     Args:
         config: entry with the same tables and cache type.
+        written_at_us: as for `Deployment.renewed`.
 
     Raises:
         DatabaseError, DeviceError: a tier failed.
+        ModelFileError: as `check_written_at`.
     """
-    successor = current.renewed(config)
+    check_written_at(config, written_at_us or current.written_at_us)
+    successor = current.renewed(config, written_at_us)
     current.successors.append(successor)
     try:
         for cache in successor.caches:

@@ -24,6 +24,7 @@ from hps.errors import (
     DatabaseError,
     HPSError,
     InvalidInputError,
+    ModelFileError,
     NotReadyError,
     ReadOnlyError,
     StaleCopyError,
@@ -41,7 +42,7 @@ from hps.statistics.metrics import TIERS
 from hps.stores.base import ExpiredRows, LogPosition, Partition, RowChanges
 from hps.tensors.dlpack import cuda_device_of
 from hps.tensors.transforms import Transform
-from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, TableSpec
+from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
 from hps.versions.checks.report import CheckReport
 
 _log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Deployment:
         log_starts: per table, the position of the last log message contained in its files, by partition; None if the table
             follows no log.
         log_positions: per table, its position in the log just before its caches were filled.
+        written_at_us: time of the version's rows in microseconds since 1970; 0 if unknown.
         network: its network, which deployments that take over the same tables share.
         scores: scores of its samples; None without a network.
         transform: what it does to inputs of requests; None if they have keys.
@@ -122,6 +124,7 @@ class Deployment:
     modified: threading.Event = field(default_factory=threading.Event, repr=False)
     log_starts: tuple[Mapping[str, str] | None, ...] = ()
     log_positions: tuple[dict[Partition, LogPosition], ...] = ()
+    written_at_us: int = 0
     network: OpenedNetwork | None = field(default=None, repr=False)
     scores: DeploymentScores | None = field(init=False, repr=False)
     transform: Transform | None = field(init=False, repr=False)
@@ -155,8 +158,10 @@ class Deployment:
             self.config.refresh_device_share,
             self.config.cache_refresh_percentage_per_iteration,
         )
-        ages = any(self.config.row_ttl_s)
-        self.aging = RowAging(self.tables, self.config.row_ttl_s, self.chain, self) if ages else None
+        self.aging = None
+        if any(self.config.row_ttl_s):
+            written_at_us = self.written_at_us if self.config.row_ttl_files else 0
+            self.aging = RowAging(self.tables, self.config.row_ttl_s, self.chain, self, written_at_us=written_at_us)
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
         self.scores = None
         transform = self.config.transform
@@ -377,7 +382,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            changing = self._changing(index, changes.keys, changes.sequences)
+            changing = self._changing(index, changes)
             latest = self.chain.apply(table, changes, positions, update_caches, changing)
             return int(np.count_nonzero(latest)) + skipped
 
@@ -413,13 +418,15 @@ class Deployment:
 
         Raises:
             DatabaseError: the authoritative database failed, cannot keep the times of rows, or is read-only.
+            ModelFileError: as `check_written_at`.
         """
         if self.aging is not None:
+            check_written_at(self.config, self.written_at_us)
             self.aging.start()
             for session in dict.fromkeys(self.sessions.values()):
                 session.aging = self.aging
 
-    def expire(self, index: int, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, index: int, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
         """Remove rows of a table from every tier whose last change has at most this sequence; see `AgingRows.expire`."""
 
         def update_caches(gone: KeyArray, known: bool) -> None:
@@ -432,44 +439,44 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            return self.chain.expire(self.tables[index], keys, sequence, update_caches, self._changing(index))
+            return self.chain.expire(self.tables[index], keys, sequence, update_caches, self._changing(index), loaded=loaded)
 
-    def hide(self, index: int, keys: KeyArray, fresh: KeyArray, sequence: int) -> bool:
+    def hide(self, index: int, owner: object, keys: KeyArray | None, fresh: KeyArray, sequence: int) -> bool:
         """Answer such rows as absent until they are removed; see `DatabaseChain.hide`."""
         caches = self._all_caches()
 
         def drop() -> None:
             for cache in caches:
                 with cache.unless_lost():
-                    cache.drop(index, fresh)
+                    cache.drop(index, cache.dump(index) if keys is None else fresh)
 
         in_place = any(isinstance(cache, HostTableReads) for cache in caches)
         with self.changes:
             changing = self._changing(index) if in_place else None
-            return self.chain.hide(self.tables[index], keys, fresh, sequence, drop, changing)
+            return self.chain.hide(self.tables[index], owner, keys, fresh, sequence, drop, changing)
 
     @contextmanager
-    def _changing(self, index: int, keys: KeyArray | None = None, sequences: IndexArray | None = None) -> Iterator[None]:
+    def _changing(self, index: int, changed: RowChanges | KeyArray | None = None) -> Iterator[None]:
         """Span a modification: devices admit no rows that they read during it; aging deployments hear of these changes.
 
         Args:
-            keys: of changes; None if they expire.
-            sequences: of changes of a log; None for direct writes.
+            changed: changes of a log, or keys of a direct write; None if rows expire.
         """
-        aging = [each.aging for each in (self, *self.successors) if each.aging is not None and keys is not None]
+        aging = [each.aging for each in (self, *self.successors) if each.aging is not None]
         with ExitStack() as stack:
             for cache in self._all_caches():
                 if isinstance(cache, HostTableReads):
                     stack.enter_context(cache.changing(index))
-            if keys is not None and sequences is not None:
+            if isinstance(changed, RowChanges):
                 for each in aging:
-                    each.note(index, keys, sequences)
+                    each.note(index, changed)
+            began = time.monotonic()
             try:
                 yield
             finally:
-                if keys is not None and sequences is None:
+                if isinstance(changed, np.ndarray):
                     for each in aging:
-                        each.note(index, keys)
+                        each.note_written(index, changed, time.monotonic() - began)
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]
@@ -518,6 +525,8 @@ class Deployment:
             self.lookups_ended.set()
         if not (self.changes.close(DRAIN_S) and all(ended)):
             return False
+        if self.aging is not None:
+            self.aging.release()
         if tables in ("keep", "hand over"):
             return True
         if self.network is not None:
@@ -531,11 +540,12 @@ class Deployment:
             return False
         return True
 
-    def renewed(self, config: ModelConfig) -> "Deployment":
+    def renewed(self, config: ModelConfig, written_at_us: int = 0) -> "Deployment":
         """Return a deployment of the same tables with new sessions; the databases warm its caches.
 
         Args:
             config: entry with the same tables and cache type.
+            written_at_us: as for the attribute; 0 if that is still known.
 
         Raises:
             DatabaseError, DeviceError: a tier failed.
@@ -543,7 +553,29 @@ class Deployment:
         tables = tuple(replace(new, slot=old.slot) for new, old in zip(config.tables, self.tables, strict=True))
         positions = log_positions(self.chain, tables, self.log_starts)
         sessions = self.renew(config, tables)
-        return replace(self, config=config, tables=tables, sessions=sessions, since=time.time(), log_positions=positions)
+        return replace(
+            self,
+            config=config,
+            tables=tables,
+            sessions=sessions,
+            since=time.time(),
+            log_positions=positions,
+            written_at_us=written_at_us or self.written_at_us,
+        )
+
+
+def check_written_at(config: ModelConfig, written_at_us: int) -> None:
+    """Check that the time of a version's rows is known if they age.
+
+    Raises:
+        ModelFileError: it is not.
+    """
+    if config.row_ttl_files and any(config.row_ttl_s) and not written_at_us:
+        raise ModelFileError(
+            f"deploying model {config.model!r}, version {config.version}: row_ttl_files is set, and no version.json says when "
+            'its rows were written. Write the version with `hps.write_version`, add `"written_at_us": <microseconds since '
+            "1970>` to its version.json, or set row_ttl_files to false"
+        )
 
 
 def log_positions(

@@ -572,7 +572,7 @@ class Reconciler:
             refuse_format_in_service(current.config, config)
             same = _same_settings(current.config, config)
             if same or current.chain.databases:
-                deployed = current if same else self._renewed(current, config)
+                deployed = current if same else self._renewed(current, config, wanted.written_at_us)
                 # A running modification is in the database and not in the caches yet. Lookups that missed the old caches have
                 # already answered its rows, so caches with the rows before it must not take over; nor may a modification start
                 # before the old lookups have ended.
@@ -647,7 +647,7 @@ class Reconciler:
         old = next((entry for entry in kept if (entry.version, entry.fingerprint) == (version, fingerprint)), None)
         same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
         if old and same and current is None and not force:  # including its online writes
-            deployed, kept = self._renewed(old, config), [entry for entry in kept if entry is not old]
+            deployed, kept = self._renewed(old, config, wanted.written_at_us), [entry for entry in kept if entry is not old]
         else:
             used = {table.slot for deployment, _ in self._live.versions(name) for table in deployment.tables}
             slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
@@ -780,14 +780,14 @@ class Reconciler:
             f"under its number; publish a better one, or `hps deploy {name} --accept`"
         )
 
-    def _renewed(self, current: Deployment, config: ModelConfig) -> Deployment:
+    def _renewed(self, current: Deployment, config: ModelConfig, written_at_us: int = 0) -> Deployment:
         """Build new sessions, with the caches of `config`, over the tables of a version."""
         if _same_settings(current.config, config):
             renewed = current.renewed(current.config)
             renewed.start_aging()
             return renewed
         check_transform(config, self._targets().sources)
-        return reconfigure(current, config)
+        return reconfigure(current, config, written_at_us)
 
     def _resident_tables(self, name: str, version: str) -> list[ResidentTable]:
         """Return the tables of a version in service or kept."""

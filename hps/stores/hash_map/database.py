@@ -147,8 +147,9 @@ class HashMapDatabase(InProcessDatabase, AgingRows, DeviceReadable):
     def last_changes(self, tag: str, keys: KeyArray) -> IndexArray:
         return self._order(tag).last_changes(check_keys(f"hash map: reading changes of table {tag}", keys, aligned=True))
 
-    def expire(self, tag: str, keys: KeyArray, sequence: int) -> ExpiredRows:
-        return self._order(tag).expire(check_keys(f"hash map: expiring rows of table {tag}", keys, aligned=True), sequence)
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
+        keys = check_keys(f"hash map: expiring rows of table {tag}", keys, aligned=True)
+        return self._order(tag).expire(keys, sequence, loaded=loaded)
 
     def _order(self, tag: str) -> SequenceTable:
         table, order = self._table(tag), self._orders.get(tag)

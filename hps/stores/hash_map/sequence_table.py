@@ -78,11 +78,11 @@ class SequenceTable:
         self._sequences.fetch(keys, _bits(last), np.zeros(last.size, np.bool_))
         return last
 
-    def expire(self, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
         """As `AgingRows.expire`."""
         with self._alone("expiring"):
             last = self.last_changes(keys)
-            due = keys[(last > 0) & (last <= sequence)]
+            due = keys[(last <= sequence) & ((last > 0) | loaded)]
             removed = self._table.delete(due)  # first: an interrupted call must not leave a row without its time
             self._sequences.delete(due)
         return ExpiredRows(last > sequence, removed)

@@ -200,8 +200,8 @@ class RedisDatabase(SharedDatabase, AgingRows):
     def last_changes(self, tag: str, keys: KeyArray) -> IndexArray:
         return self._table(tag).last_changes(check_keys(f"redis: reading changes of table {tag}", keys))
 
-    def expire(self, tag: str, keys: KeyArray, sequence: int) -> ExpiredRows:
-        return self._table(tag).expire(check_keys(f"redis: expiring rows of table {tag}", keys), sequence)
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
+        return self._table(tag).expire(check_keys(f"redis: expiring rows of table {tag}", keys), sequence, loaded=loaded)
 
     def copy_changes(self, tag: str, changes: RowChanges) -> None:
         table = self._table(tag)

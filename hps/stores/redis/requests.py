@@ -106,18 +106,18 @@ end
 return table.concat(made)
 """
 )
-# Removes rows, and their sequences, whose last change is not above a sequence. Reports per row if it was removed (1), has a
-# later change (2), or has none (0).
+# Removes rows, and their sequences, whose last change is not above a sequence; rows without a change only if asked (1). Reports
+# per row if it was removed (1), has a later change (2), or neither (0).
 _EXPIRE: Final = (
     _SEQUENCE
     + """
 local fields, found, due = {}, {}, {}
-for i = 3, #ARGV do fields[#fields + 1] = ARGV[i] end
+for i = 4, #ARGV do fields[#fields + 1] = ARGV[i] end
 local known = redis.call('hmget', KEYS[3], unpack(fields))
 for i, field in ipairs(fields) do
-    if not known[i] then
+    if not known[i] and (ARGV[2] == '0' or redis.call('hexists', KEYS[2], field) == 0) then
         found[i] = '0'
-    elseif above(known[i], ARGV[2]) then
+    elseif known[i] and above(known[i], ARGV[3]) then
         found[i] = '2'
     else
         found[i] = '1'
@@ -423,14 +423,17 @@ class ExpireRows(SendKeys):
     Args:
         guard: required mark, with the hash of the order of changes.
         order: (count,) int64: positions of the sent keys, 1 to `MOST_ORDERED`. Other arguments as for `SendKeys`.
+        loaded: remove rows without a change, too.
     """
 
     once = True
 
-    def __init__(self, slot: int, key: bytes, guard: Guard, keys: KeyArray, order: IndexArray, sequence: int) -> None:
+    def __init__(
+        self, slot: int, key: bytes, guard: Guard, keys: KeyArray, order: IndexArray, sequence: int, *, loaded: bool
+    ) -> None:
         self.order = order
-        keys_of = (guard.key, key, guard.sequences)
-        super().__init__(slot, ("EVAL", _EXPIRE, 3, *keys_of, guard.mark), keys, order, last_word=sequence.to_bytes(8))
+        words = ("EVAL", _EXPIRE, 3, guard.key, key, guard.sequences, guard.mark, int(loaded))
+        super().__init__(slot, words, keys, order, last_word=sequence.to_bytes(8))
 
     def found(self) -> Bytes:
         """Return 1 for each removed row, 2 for each with a later change, and 0 for the others, (count,)."""

@@ -234,7 +234,7 @@ class RedisTable:
         self._run(requests, self._deadline(keys), f"reading {keys.size} changes of table {self.layout.tag}")
         return np.where(found, last, 0).astype(np.int64)
 
-    def expire(self, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
         """As `AgingRows.expire`. Redis compares the sequences: other processes may write."""
         kept, removed = np.zeros(keys.size, np.bool_), 0
 
@@ -242,7 +242,7 @@ class RedisTable:
             return [
                 *self._overflow.forget_uses(partition, keys, share),
                 *(
-                    ExpireRows(partition.slot, partition.values, guard, keys, piece, sequence)
+                    ExpireRows(partition.slot, partition.values, guard, keys, piece, sequence, loaded=loaded)
                     for piece in self._pieces(share, guard)
                 ),
             ]

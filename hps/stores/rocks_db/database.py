@@ -678,10 +678,10 @@ class RocksDatabase(PersistentDatabase, AgingRows):
         with self._calls:
             return self._table(tag).last_changes(keys)
 
-    def expire(self, tag: str, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
         self._recover()
         with self._calls:
-            return self._table_with_times(tag).expire(keys, sequence)
+            return self._table_with_times(tag).expire(keys, sequence, loaded=loaded)
 
     def _table_with_times(self, tag: str) -> RocksTable:
         table = self._table(tag)

@@ -88,6 +88,7 @@ class RocksTable:
         self._by_time = False
         self._unflushed = _UNKNOWN  # entries in the memtable of the times family
         self._sealed = engine.family(SEALED + tag)
+        self._unflushed_sealed = _UNKNOWN
         self._order = ChangeOrder(engine, tag, always=keeps_deletions)
         # That C code holds the interpreter lock, so the table works in pieces, between which other threads can run.
         self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
@@ -335,6 +336,7 @@ class RocksTable:
                 known = [*_presence(values)]
                 puts = {SEALED + self.tag: (list(compress(batch, known)), list(compress(values, known)))} if known else {}
                 self._unflushed += len(batch)
+                self._unflushed_sealed += len(batch)
                 self._engine.write(puts, {self.tag: batch, times: batch}, doing)  # type: ignore[arg-type]
             self._engine.sync(doing)
 
@@ -403,12 +405,15 @@ class RocksTable:
         return last
 
     def _flush_times(self, doing: str) -> None:
-        """Write the times family's memtable to a file before keys are read from it, unless it has only a few."""
+        """Write the memtables of times to files before keys are read from them, unless they have only a few."""
         if self._times is not None and self._unflushed > _FEW_TIMES:
             self._unflushed = 0  # before: what is written meanwhile counts
             self._engine.flush(self._times, doing)
+        if self._sealed is not None and self._unflushed_sealed > _FEW_TIMES:
+            self._unflushed_sealed = 0
+            self._engine.flush(self._sealed, doing)
 
-    def expire(self, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
         """As `AgingRows.expire`."""
         # Not synced: what a crash undoes is expired at the next start, too.
         doing, removed = f"expiring rows of table {self.tag}", 0
@@ -418,7 +423,7 @@ class RocksTable:
             doubtful = np.flatnonzero(~kept)
             last = self.last_changes(keys[doubtful])
             kept[doubtful] = last > sequence
-            due = keys[doubtful[(last > 0) & (last <= sequence)]]
+            due = keys[doubtful[(last <= sequence) & ((last > 0) | loaded)]]
             due = due[np.argsort(_ranks(due))]
             if due.size:
                 self._mark_modified()
@@ -426,7 +431,8 @@ class RocksTable:
             for rows in pieces(due.size, self._write_rows):
                 batch = _key_list(due[rows])
                 present = self._present(batch, doing)
-                self._unflushed += due.size
+                self._unflushed += len(batch)
+                self._unflushed_sealed += len(batch)
                 self._engine.write({}, {self.tag: present} | dict.fromkeys(records, batch), doing)
                 removed += len(present)
             self._flush_times(doing)  # here, and not in the next lookup
@@ -556,7 +562,7 @@ class RocksTable:
         self._engine, self._records = engine, records
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._sealed = self._engine.family(SEALED + self.tag)
-        self._unflushed = _UNKNOWN
+        self._unflushed = self._unflushed_sealed = _UNKNOWN
         self._order = ChangeOrder(self._engine, self.tag, always=self._keeps_deletions, by_time=self._by_time)
         self._loading = False  # the engine merges by itself again
         if self._writer_waits and not self._engine.in_view:

@@ -442,9 +442,9 @@ class RowFilesDatabase(PersistentDatabase, AgingRows, DeviceReadable, MergesRows
         self._table(tag)
         return self._changes.last_changes(tag, keys)
 
-    def expire(self, tag: str, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
         with self._calls:
-            return self._table(tag).expire(keys, sequence)
+            return self._table(tag).expire(keys, sequence, loaded=loaded)
 
     def seal(self, tag: str) -> int:
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""

@@ -406,31 +406,34 @@ class RowTable:
                 made[:] = applied = self._changes.apply(self.tag, changes, positions)
             return applied
 
-    def expire(self, keys: KeyArray, sequence: int) -> ExpiredRows:
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
         """As `AgingRows.expire`. A row that the file has, too, is deleted beside it instead, until the next seal."""
         doing = f"expiring rows of table {self.tag}"
         keys = check_keys(doing, keys)
         with self._alone(doing):
-            last = self._changes.last_changes(self.tag, keys)
-            due = keys[(last > 0) & (last <= sequence)]
             file, removed = self._state.file, 0
-            if due.size:
-                self._mark_modified()
+            kept: BoolArray = np.zeros(keys.size, np.bool_)
             if self._recent is not None or self._download is not None or self._load is not None:
-                filed: BoolArray = np.ones(due.size, np.bool_)  # a new file may get any of them
+                filed: BoolArray = np.ones(keys.size, np.bool_)  # a new file may get any of them
             else:
-                filed = file.contains(due) if file else np.zeros(due.size, np.bool_)
-            if (only := due[~filed]).size:
-                with self._noting(only, None):
-                    removed += self._changes.expire(self.tag, only, sequence).removed
-            if (also := due[filed]).size:
-                present = int(self._present(also).sum()) if self._download is None else also.size
-                vectors = np.zeros((also.size, self.width), np.float32)
-                changes = RowChanges(also, vectors, np.full(also.size, sequence, np.int64), np.ones(also.size, np.bool_))
+                filed = file.contains(keys) if file else np.zeros(keys.size, np.bool_)
+            if (only := keys[~filed]).size:
+                with self._noting(only, None) as made:
+                    expired = self._changes.expire(self.tag, only, sequence, loaded=loaded)
+                    made[:] = ~expired.kept
+                kept[~filed], removed = expired.kept, expired.removed
+            last = self._changes.last_changes(self.tag, keys[filed])
+            kept[filed] = last > sequence
+            due = (last <= sequence) & ((last > 0) | loaded)
+            if (also := keys[filed][due]).size:
+                self._mark_modified()
+                removed += int(self._present(also).sum()) if self._download is None else also.size
+                # A lookup that still finds the file's row compares its last change with what is hidden: it must not seem later.
+                order, deleted = np.maximum(last[due], 1), np.ones(also.size, np.bool_)
+                changes = RowChanges(also, np.zeros((also.size, self.width), np.float32), order, deleted)
                 with self._noting(also, None):
                     self._changes.apply(self.tag, changes, {})
-                removed += present
-            return ExpiredRows(last > sequence, removed)
+            return ExpiredRows(kept, removed)
 
     def follow_log(self) -> dict[Partition, LogPosition]:
         return self._changes.follow_log(self.tag)

@@ -132,7 +132,7 @@ class Published:
                     network = _network(name, published["network"], tables) if published.get("network") else None
                     try:
                         transform = _transform(name, published.get("transform"))
-                    except HPSError as error:  # this process cannot import what the engine can
+                    except (HPSError, ValueError) as error:  # this process cannot import what the engine can
                         self._reasons[name] = str(error)
                         continue
                     known = ModelTables(name, tables, number, published["keys_per_sample"], network, transform)
@@ -162,6 +162,8 @@ class Published:
             version.rollout = None
         self._rollouts = {}
         for name, published in found.items():
+            if not {published["serving"], published["version"]} <= models[name].keys():
+                continue  # this process cannot import the transform of one
             identity, old, new = published["id"], models[name][published["serving"]], models[name][published["version"]]
             known, counts = self.rollout_counts.get(name, ("", RolloutCounts()))
             if known != identity:
@@ -193,6 +195,8 @@ class Published:
                 return rollout.version_of(served)
             number = self._serving[name]
         if (found := versions.get(number)) is None:
+            if number == self._serving[name] and (reason := self._reasons.get(name)):
+                raise NotReadyError(f"model {name!r} is not ready: {reason}")
             known = ", ".join(versions)
             raise UnknownVersionError(f"looking up model {name!r}: got version {number[:40]!r}, deployed: {known}")
         return found

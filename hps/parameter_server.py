@@ -778,6 +778,7 @@ class HPS:
 
         Raises:
             UnknownModelError, UnknownVersionError: one of them is not deployed.
+            ConflictError: one was taken out of service meanwhile.
             NotReadyError: the server is closed.
         """
         self._require_open()

@@ -169,18 +169,6 @@ def test_rows_are_compared_wherever_they_are(
         assert {outcome(server, check, "3")[0] for check in ("keys", "norms", "vectors")} == {"passed"}
 
 
-def test_a_version_whose_rows_cannot_be_read_serves_with_a_warning(
-    document: Make, write: Write, caplog: pytest.LogCaptureFixture
-) -> None:
-    none = {"type": "disabled"}
-    entry = {"gpucacheper": 4.0, "init_ec": False}
-    with hps.HPS({**document(**entry), "volatile_db": none, "persistent_db": none}) as server:
-        write(2, SHUFFLED)
-        assert polled(server) is None
-        assert outcome(server, "vectors") == ("skipped", "no database or cache has rows of it")
-    assert "version 2 serves unchecked: keys of item: no database or cache has rows of it" in caplog.text
-
-
 def nonfinite(share: float = 0.001) -> np.ndarray:
     vectors = retrained()
     vectors[:: int(1 / share), 3] = np.nan
@@ -508,26 +496,6 @@ def test_expected_answers_that_are_wrong_are_found_at_the_first_start_too(docume
     with hps.HPS(configuration, deploy_models=False) as server:
         server.deploy("ranker", pin=False)
         assert state(server) == [("2", "serving")], "version 3 is refused, and the one below serves"
-
-
-def test_scores_of_a_first_version_are_finite_or_the_one_below_serves(document: Make, write: Write) -> None:
-    with hps.HPS(document()) as server:
-        assert outcome(server, "scores", "1") == ("passed", "")
-    write(2, FIRST, factor=float("nan"))
-    with hps.HPS({**document(), "persistent_db": {"type": "disabled"}}) as server:
-        assert state(server) == [("1", "serving")]
-
-
-def test_a_version_that_came_after_the_held_one_is_not_accepted_unseen(document: Make, write: Write) -> None:
-    with hps.HPS(document()) as server:
-        write(2, SHUFFLED)
-        polled(server)
-        write(3, SHUFFLED[::-1].copy())
-        with pytest.raises(hps.VersionHeldError, match="version 3 is held"):
-            server.deploy("ranker", accept=True)
-        assert state(server) == [("1", "serving"), ("3", "held")]
-        server.deploy("ranker", accept=True)
-        assert server.model("ranker").version == "3"
 
 
 def test_a_check_that_is_late_has_failed(document: Make, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

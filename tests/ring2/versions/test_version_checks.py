@@ -266,3 +266,35 @@ def test_keys_of_another_share_are_not_compared(document: Make, write: Write, ho
         server.deploy(hps.load_configuration({"models": [entry]}).models[0])
         assert outcome(server, "keys") == ("skipped", "the databases have not every row of both")
         assert outcome(server, "vectors") == ("passed", "")
+
+
+def test_a_version_whose_rows_cannot_be_read_serves_with_a_warning(
+    document: Make, write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    none = {"type": "disabled"}
+    entry = {"gpucacheper": 4.0, "init_ec": False}
+    with hps.HPS({**document(**entry), "volatile_db": none, "persistent_db": none}) as server:
+        write(2, SHUFFLED)
+        assert polled(server) is None
+        assert outcome(server, "vectors") == ("skipped", "no database or cache has rows of it")
+    assert "version 2 serves unchecked: keys of item: no database or cache has rows of it" in caplog.text
+
+
+def test_scores_of_a_first_version_are_finite_or_the_one_below_serves(document: Make, write: Write) -> None:
+    with hps.HPS(document()) as server:
+        assert outcome(server, "scores", "1") == ("passed", "")
+    write(2, FIRST, factor=float("nan"))
+    with hps.HPS({**document(), "persistent_db": {"type": "disabled"}}) as server:
+        assert state(server) == [("1", "serving")]
+
+
+def test_a_version_that_came_after_the_held_one_is_not_accepted_unseen(document: Make, write: Write) -> None:
+    with hps.HPS(document()) as server:
+        write(2, SHUFFLED)
+        polled(server)
+        write(3, SHUFFLED[::-1].copy())
+        with pytest.raises(hps.VersionHeldError, match="version 3 is held"):
+            server.deploy("ranker", accept=True)
+        assert state(server) == [("1", "serving"), ("3", "held")]
+        server.deploy("ranker", accept=True)
+        assert server.model("ranker").version == "3"

@@ -442,6 +442,7 @@ def zipped(size: int) -> bytes:
 
 ANSWERS: list[tuple[dict[str, Any] | bytes, str]] = [
     ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5]}, ""),
+    ({"keys/item": KEYS[:50], "vectors/item": retrained()[:50] * np.float32(1.005)}, ""),
     ({"keys/item": np.array([1]), "vectors/item": np.zeros((1, DIM))}, ""),
     ({"inputs/item": KEYS[:5], "inputs/age": np.zeros(5, np.float32), "scores/score": retrained()[:5].sum(axis=1)}, ""),
     ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5] + 1}, "difference of item 1, expected at most 0.01"),

@@ -724,7 +724,8 @@ class HPS:
             remember: keep this configuration as the known one; if False, a known model uses it for this deployment only.
             pin: pin the model to `version`, as `rollback` does, or end its pin if no version is given; if False, an existing
                 pin is kept and respected.
-            accept: let the version serve, or answer as a canary, whatever its checks find.
+            accept: let the version serve, or answer as a canary, whatever its checks find. Without `version`, and while one is
+                held, that one alone: a newer one has to pass.
             canary: share of the requests, in (0, 1], that the version, by default the newest, answers beside the serving one;
                 see [canary](canary.md). Again with another share: changes the canary that is under way.
             shadow: share of the requests that both versions answer; the answers of the new one are only compared.
@@ -786,6 +787,7 @@ class HPS:
 
         Raises:
             UnknownModelError, UnknownVersionError: one of them is not deployed.
+            ConflictError: one was taken out of service meanwhile.
             NotReadyError: the server is closed.
         """
         self._require_open()

@@ -3,6 +3,7 @@
 import base64
 import logging
 import re
+import secrets
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -38,6 +39,9 @@ _FORMS: Final = (
     "abfs://container@account.dfs.core.windows.net/path, az://container/path with model_source.azure_connection_string, or "
     "https://account.blob.core.windows.net/container/path"
 )
+_TOKEN: Final = (
+    "model_source.azure_connection_string, as BlobEndpoint=https://account.blob.core.windows.net;SharedAccessSignature=..."
+)
 # https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata
 _CONTAINER: Final = r"\$root|\$logs|[a-z0-9](?:-?[a-z0-9]){2,62}"
 _HOST: Final = r"([a-z0-9]{3,24})\.(?:blob|dfs)\.core\.windows\.net"
@@ -59,6 +63,8 @@ def azure_address(uri: str) -> ObjectAddress:
         raise ModelFileError(f"opening {shown!r}: it is no address of a blob in Azure, expected {_FORMS}")
     if match[1]:
         container, account, name = match[1], match[2] or "", match[3] or ""
+    elif re.search("[?#]", uri):
+        raise ModelFileError(f"opening {shown!r}: got a query, expected an address without one; a token is given by {_TOKEN}")
     else:
         account, container, name = match[4], match[5], unquote(match[6] or "")
     name = name.rstrip("/")
@@ -224,6 +230,8 @@ class _AzureWriter(ObjectWriter):
         super().__init__(address)
         self._store = store
         self._blocks: list[str] = []
+        # A blob's uncommitted blocks are shared: two writers that gave theirs the same names would mix their contents.
+        self._name = secrets.token_bytes(16)
 
     def part_bytes(self) -> int:
         return _PART_BYTES
@@ -250,7 +258,7 @@ class _AzureWriter(ObjectWriter):
         )
 
     def _send(self, part: bytes) -> None:
-        block = base64.b64encode(b"%08d" % len(self._blocks)).decode()
+        block = base64.b64encode(b"%b%08d" % (self._name, len(self._blocks))).decode()
         self._store.request(
             "writing",
             self._address,

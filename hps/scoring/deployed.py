@@ -210,7 +210,8 @@ class DeploymentScores:
         """Score one request: by itself, or on a device that is in use with others that wait for it.
 
         Args:
-            counted: count it in the metrics, and record it if so configured; not for the requests of checks, each by itself.
+            counted: count it in the metrics, and record it if so configured; not for the requests of checks, each by itself,
+                which get scores that are not numbers, too.
 
         Raises:
             NotReadyError: the deployment is closed. NetworkError: the network failed. HPSError: a tier failed.
@@ -226,7 +227,7 @@ class DeploymentScores:
                 with suppress(NotReadyError):  # the batcher closes before these calls have ended
                     return batcher.score(request)
             try:
-                (answer,), times = scorer.score([request])
+                (answer,), times = scorer.score([request], refuse_nan=counted)
             except NetworkError:
                 if counted:
                     self._counters.count_failure("network")

@@ -81,7 +81,10 @@ class Strings:
         Raises:
             InvalidDtypeError: a value is something else.
         """
-        array = np.asarray(values, object)
+        try:
+            array = np.asarray(values, object)
+        except ValueError as error:  # arrays of different shapes
+            raise InvalidDtypeError(f"{what}: {error}, expected nested sequences of str alone or bytes alone") from error
         flat = array.reshape(-1).tolist()
         kinds = set(map(type, flat))
         if kinds <= {str, np.str_}:

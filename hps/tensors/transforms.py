@@ -18,6 +18,7 @@ from hps.errors import ConfigError, InvalidDtypeError, InvalidInputError, Transf
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.registry import implementation
 from hps.tensors import strings
+from hps.tensors.bags import input_arrays
 from hps.tensors.strings import Strings
 
 TransformInputs: TypeAlias = Mapping[str, Strings | npt.NDArray[Any]]
@@ -84,16 +85,14 @@ class Transform:
             return inputs
         given: dict[str, Any] = {}
         for name, dtype in self.config.inputs.items():
-            what = f"{self._doing}: input {name!r}"
-            try:
-                if dtype == BYTES:
-                    given[name] = inputs[name] if isinstance(inputs[name], Strings) else Strings.of(inputs[name], what)
-                else:
-                    given[name] = np.asarray(inputs[name]).astype(dtype, casting="same_kind", copy=False)
-            except (TypeError, ValueError) as error:
-                if isinstance(error, InvalidDtypeError):
-                    raise
-                raise InvalidDtypeError(f"{what}: {error}, expected {dtype}") from error
+            what, values = f"{self._doing}: input {name!r}", inputs[name]
+            if dtype == BYTES:
+                given[name] = values if isinstance(values, Strings) else Strings.of(values, what)
+                continue
+            found = input_arrays(name, values, dtype)
+            given[name] = found[name]
+            if len(found) > 1 or found[name].dtype != dtype:
+                raise InvalidDtypeError(f"{what}: got {'bags' if len(found) > 1 else found[name].dtype}, expected {dtype}")
         others = {name: values for name, values in inputs.items() if name not in self.config.inputs}
         return self.merged(others, self(given))
 
@@ -136,5 +135,5 @@ class Transform:
                     f"{self._doing}: {self.config.function} returned {name!r} of {array.dtype} {list(array.shape)}, expected "
                     f"1 to {_MOST_RANK} dimensions of {', '.join(DTYPES)}, of at most 1 GiB"
                 )
-            arrays[name] = np.ascontiguousarray(array)
+            arrays[name] = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
         return arrays

@@ -35,6 +35,7 @@ from hps.versions.canary.plan import RolloutPlan
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
 from hps.versions.checks.report import CHECKS, OUTCOMES, CheckReport
+from hps.versions.checks.rows import LEAST_ROWS
 from hps.versions.checks.run import VersionCheck
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
@@ -172,6 +173,9 @@ class Reconciler:
                     chosen = self._catalog.to_serve(name, pinned=not pin, without=refused) if version is None else [version]
                     if not errors:
                         change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.known(name))
+                        held = self._live.held(name)
+                        if version is None and held is not None and held.version != chosen[-1]:
+                            change.accepts = False  # a newer version came, of which nobody has seen a report
                     others = chosen if version is None else []
                     for number in chosen:
                         fingerprint = self._put_into_service(name, number, change, force=force, chosen=others)
@@ -197,7 +201,15 @@ class Reconciler:
     def check(self, name: str, version: str, against: str | None, proceed: Callable[[], None]) -> CheckReport:
         """Check a version in service beside another one, and change nothing; see `HPS.check_version`."""
         new, old = self._live.find(name, version), self._live.find(name, against)
-        return self._version_check(new, None if old is new else old, proceed).run()
+
+        def proceed_in_service() -> None:
+            proceed()
+            if gone := [each.version for each in (new, old) if self._live.deployed(name, each.version) is not each]:
+                raise ConflictError(f"checking model {name!r}: version {gone[0]} was taken out of service meanwhile")
+
+        report = self._version_check(new, None if old is new else old, proceed_in_service).run()
+        proceed_in_service()
+        return report
 
     def _version_check(self, new: Deployment, old: Deployment | None, proceed: Callable[[], None]) -> VersionCheck:
         place = "" if not new.config.version_path else within(new.config.version_path, new.version)
@@ -411,8 +423,9 @@ class Reconciler:
         yield from [(name, True) for name in self._live.serving if name not in known]
         self._live.forget_others(names)
         for name in names:
-            accepted = self._accepted_elsewhere(name)
-            if (wanted := self._wanted(name)) is not None and (self._live.needs_deployment(name, wanted) or accepted):
+            if (wanted := self._wanted(name)) is None:
+                continue
+            if self._live.needs_deployment(name, wanted) or self._accepted_elsewhere(name, wanted[1][-1][0]):
                 yield name, False
 
     def _not_following(self) -> Iterator[tuple[str, bool]]:
@@ -429,7 +442,7 @@ class Reconciler:
                 self._live.forget_failure(name)  # of the document before
             held = self._live.held(name)
             if held is not None and held.version == document.version and not new:
-                if self._accepted_elsewhere(name):
+                if self._accepted_elsewhere(name, held.version):
                     yield name, False
                 continue
             if not self._serves(name, document.desired) or (new and not document.version):
@@ -483,15 +496,17 @@ class Reconciler:
         return FleetStatus(document, serving, not reason, pending, reason, self._catalog.fleet.age_s(name))
 
     def chosen_by(self, name: str, serving: str) -> str:
-        """Describe the pin or document that chose the serving version of a model, and a version that is held; empty if none."""
+        """Describe the pin or document that chose the serving version, a version that is held, and one that cannot be read."""
         status = self.fleet(name)
         desired = self._catalog.pins.known(name) if status is None else status.document.desired
         reason = f"; {status.reason}" if status is not None and status.reason else ""
-        chosen = "" if desired is None else desired.describe(serving) + reason
+        found = ["" if desired is None else desired.describe(serving) + reason]
         held = self._live.held(name)
-        if held is None or held.checks is None or (status is not None and held.version == status.document.version):
-            return chosen
-        return "; ".join(filter(None, (chosen, f"version {held.version} is held: {held.checks.reason}")))
+        if held is not None and held.checks is not None and (status is None or held.version != status.document.version):
+            found.append(f"version {held.version} is held: {held.checks.reason}")
+        if status is None and (unreadable := self._unreadable.get(name)):
+            found.append(f"polling leaves it as it is: {unreadable}")
+        return "; ".join(filter(None, found))
 
     def check_integrity(self) -> list[str]:
         """Return a sentence for each broken invariant of the states and the desired versions."""
@@ -567,7 +582,10 @@ class Reconciler:
             if change.accepts:
                 self._accept(current)
             elif current.held and current.checks is not None:
-                only_available, change.held = True, self._held_text(current.checks)
+                if (report := self._accepted_report(current)) is not None:
+                    current.checks = current.checks.accepted(report.accepted_at or 0.0)
+                else:
+                    only_available, change.held = True, self._held_text(current.checks)
         if current and same_files:
             refuse_format_in_service(current.config, config)
             same = _same_settings(current.config, config)
@@ -731,14 +749,20 @@ class Reconciler:
             self._accept(deployed)
         elif before is not None and before.accepted_at is not None:
             deployed.checks = report.accepted(before.accepted_at)
+        elif serving is None:
+            self._refuse_held(config.model, report.version, report.fingerprint)  # by another replica, during the load
         documents.write(deployed.checks, config.version_path)
         verdict = deployed.checks.verdict
         if verdict in ("passed", "accepted"):
             for failed in report.failed:
                 _log.warning("model %r: version %s: %s; it serves (%s)", config.model, report.version, failed, failed.policy)
+            compared = [found for found in report.checks if found.check not in ("finite", "expected")]
+            uncompared = {found.outcome for found in compared} == {"skipped"}
+            if serving is not None and uncompared and max(deployed.rows) >= LEAST_ROWS:
+                _log.warning("model %r: version %s serves unchecked: %s", config.model, report.version, compared[0])
             return
         if verdict == "refused" or serving is None or serving.version == deployed.version:
-            raise VersionHeldError(f"deploying model {config.model!r}: version {report.version} is refused: {report.reason}")
+            raise VersionHeldError(f"{_refused(config.model, report.version)}: {report.reason}; {_advice(config.model)}")
         change.held = self._held_text(report)
         _log.error("%s", change.held)
 
@@ -754,30 +778,28 @@ class Reconciler:
             self._catalog.checks.write(deployed.checks, deployed.config.version_path)
 
     def _refuse_held(self, name: str, version: str, fingerprint: str) -> None:
-        """Refuse to load a version, while none serves, that was held before: nothing could be compared with it now."""
+        """Refuse a version, while none serves, that was held before: nothing can be compared with it now."""
         config = self._catalog.model(name)
         report = self._catalog.checks.read(name, config.version_path, version, fingerprint) if config.checks.enabled else None
         if report is not None and report.verdict == "held":
-            raise VersionHeldError(
-                f"deploying model {name!r}: version {version} is refused, since it was held: {report.reason}"
-            )
+            raise VersionHeldError(f"{_refused(name, version)}, since it was held: {report.reason}; {_advice(name)}")
 
-    def _accepted_elsewhere(self, name: str) -> bool:
-        """Return True if the version that is held here was accepted on another replica, and let it serve."""
+    def _accepted_elsewhere(self, name: str, version: str) -> bool:
+        """Return True if a version is held here, and was accepted on another replica."""
         held = self._live.held(name)
-        if held is None or held.checks is None:
-            return False
-        report = self._catalog.checks.read(name, held.config.version_path, held.version, held.fingerprint)
-        if report is None or report.accepted_at is None:
-            return False
-        held.checks = held.checks.accepted(report.accepted_at)
-        return True
+        return held is not None and held.version == version and self._accepted_report(held) is not None
+
+    def _accepted_report(self, held: Deployment) -> CheckReport | None:
+        """Return the report of a held version if it was accepted on another replica."""
+        config = held.config
+        report = self._catalog.checks.read(config.model, config.version_path, held.version, held.fingerprint)
+        return None if report is None or report.accepted_at is None else report
 
     def _held_text(self, report: CheckReport) -> str:
         name, version = report.model, report.version
         return (
             f"deploying model {name!r}: version {version} is held, and {report.against} serves: {report.reason}. Look at it "
-            f"under its number; publish a better one, or `hps deploy {name} --accept`"
+            f"under its number; {_advice(name)}"
         )
 
     def _renewed(self, current: Deployment, config: ModelConfig, written_at_us: int = 0) -> Deployment:
@@ -808,6 +830,14 @@ class Reconciler:
         kept_versions = sum(state in ("kept", "retiring") for _, state in versions)
         for tags in leftovers(config, live, kept_versions, self._chain, self.tried_out(name)):
             self._chain.discard(tags)
+
+
+def _refused(name: str, version: str) -> str:
+    return f"deploying model {name!r}: version {version} is refused"
+
+
+def _advice(name: str) -> str:
+    return f"publish a better one, or `hps deploy {name} --accept`"
 
 
 def _same_settings(entry: ModelConfig, other: ModelConfig) -> bool:

@@ -26,3 +26,11 @@ def failing(inputs):
     if text == b"objects":
         return {"item": np.array([object()]), "age": np.zeros(1)}
     raise KeyError("a bug")
+
+
+def same(inputs):
+    return dict(inputs)
+
+
+def big_endian(inputs):
+    return {"item": np.full(inputs["city"].shape, 7, ">i8")}

@@ -132,7 +132,7 @@ class Published:
                     network = _network(name, published["network"], tables) if published.get("network") else None
                     try:
                         transform = _transform(name, published.get("transform"))
-                    except HPSError as error:  # this process cannot import what the engine can
+                    except (HPSError, ValueError) as error:  # this process cannot import what the engine can
                         self._reasons[name] = str(error)
                         continue
                     known = ModelTables(name, tables, number, published["keys_per_sample"], network, transform)
@@ -196,6 +196,8 @@ class Published:
                 return rollout.version_of(served)
             number = self._serving[name]
         if (found := versions.get(number)) is None:
+            if number == self._serving[name] and (reason := self._reasons.get(name)):
+                raise NotReadyError(f"model {name!r} is not ready: {reason}")
             known = ", ".join(versions)
             raise UnknownVersionError(f"looking up model {name!r}: got version {number[:40]!r}, deployed: {known}")
         return found

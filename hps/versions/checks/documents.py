@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 
 CHECKS_DIRECTORY: Final = "hps-checks"
 _MOST_BYTES: Final = 4 << 20
-_MOST_KEPT: Final = 40  # failed checks, of some hundred bytes
+_MOST_KEPT: Final = 20  # failed checks, and characters of their texts: `KeptFiles` reads 64 KB
+_MOST_CHARACTERS: Final = 300
 _NAME: Final = re.compile(rf"checks-({VERSION.pattern})\.json")
 
 
@@ -45,26 +46,36 @@ class CheckDocuments:
             place: directory of the model's versions; empty if it has none.
         """
         found = [self._beside_versions(place, version) if place else None, self._beside_database(model)]
-        for report in found:
-            if report is not None and (report.model, report.version, report.fingerprint) == (model, version, fingerprint):
-                return report
-        return None
+        of_files = (model, version, fingerprint)
+        reports = [each for each in found if each is not None and (each.model, each.version, each.fingerprint) == of_files]
+        # The first is out of date if its place became read-only before the version was accepted.
+        return max(reports, key=lambda report: report.accepted_at is not None, default=None)
 
     def write(self, report: CheckReport, place: str) -> None:
         """Write a report to both places, and delete those of versions whose directories are gone."""
-        content = report.model_dump_json(indent=1).encode()
+        written, problems = False, []
         if place:
             filesystem, directory = self._sources.locate(place)
             try:
-                write_file(filesystem, within(directory, _name(report.version)), content)
+                write_file(filesystem, within(directory, _name(report.version)), report.model_dump_json(indent=1).encode())
+                written = True
                 _delete_leftovers(filesystem, directory, report.version)
             except (HPSError, OSError) as error:  # read-only, mostly
-                where = "in memory alone" if self._kept.directory is None else "beside the persistent database alone"
-                _log.info("model %r: the report of version %s is kept %s: %s", report.model, report.version, where, error)
-        try:
-            self._kept.write(report.model, report.model_copy(update={"checks": tuple(report.failed[:_MOST_KEPT])}).model_dump())
-        except OSError as error:
-            _log.warning("model %r: a restart forgets the checks of version %s: %s", report.model, report.version, error)
+                problems.append(str(error))
+        failed = [found.model_copy(update={"text": found.text[:_MOST_CHARACTERS]}) for found in report.failed[:_MOST_KEPT]]
+        if self._kept.directory is not None and not self._kept.read_only:
+            try:
+                self._kept.write(report.model, report.model_copy(update={"checks": tuple(failed)}).model_dump())
+                written = True
+            except OSError as error:
+                problems.append(str(error))
+        if not written and report.failed:
+            why = "; ".join(problems) or "no persistent_db keeps it"
+            _log.warning(
+                "model %r: a restart forgets that version %s is %s: %s", report.model, report.version, report.verdict, why
+            )
+        elif problems:
+            _log.info("model %r: the report of version %s: %s", report.model, report.version, "; ".join(problems))
 
     def _beside_versions(self, place: str, version: str) -> CheckReport | None:
         filesystem, directory = self._sources.locate(place)

@@ -15,6 +15,7 @@ FailurePolicy: TypeAlias = Literal["refuse", "hold", "warn"]
 Verdict: TypeAlias = Literal["passed", "held", "refused", "accepted"]
 
 FORMAT: Final = 1
+_MOST_SHOWN: Final = 10
 
 
 class CheckOutcome(pydantic.BaseModel):
@@ -77,9 +78,11 @@ class CheckReport(pydantic.BaseModel):
 
     @property
     def reason(self) -> str:
-        """The failed checks, those that count first."""
+        """The first ten failed checks, those that count first."""
         order: dict[str, int] = {"refuse": 0, "hold": 1, "warn": 2}
-        return "; ".join(map(str, sorted(self.failed, key=lambda found: order[found.policy])))
+        texts = [*map(str, sorted(self.failed, key=lambda found: order[found.policy]))]
+        more = [f"and {len(texts) - _MOST_SHOWN} more"] if len(texts) > _MOST_SHOWN else []
+        return "; ".join(texts[:_MOST_SHOWN] + more)
 
     def accepted(self, now: float) -> "CheckReport":
         return self.model_copy(update={"accepted_at": now})
@@ -91,6 +94,10 @@ class Bounds:
 
     wrong: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        return "; ".join(self.wrong)
 
     def at_least(self, name: str, got: float, least: float) -> None:
         self._bound(name, got, got >= least, f"expected at least {least:.4g}")
@@ -110,6 +117,6 @@ class Bounds:
             outcome="failed" if self.wrong else "passed",
             policy=policy,
             table=table,
-            text="; ".join(self.wrong),
+            text=self.text,
             figures=self.figures,
         )

@@ -20,6 +20,7 @@ from hps.tensors.transforms import Transform
 from tests import ROOT
 
 TEXTS = [b"", b"a", b"foobar", "Grüße".encode(), b"\0x"]
+FNV1A = 0xCBF29CE484222325
 PUBLISHED = {b"": 0xCBF29CE484222325, b"a": 0xAF63DC4C8601EC8C, b"foobar": 0x85944171F73967E8}  # draft-eastlake-fnv, C
 
 
@@ -109,6 +110,10 @@ def test_what_a_function_does_wrong_is_named(text: str, error: type[Exception], 
         ({"city": ["a"]}, "input 'days' is missing; expected city, days, or none of them"),
         ({"city": [1], "days": [1]}, "got int, expected str"),
         ({"city": ["a"], "days": ["b"]}, "expected int64"),
+        ({"city": ["a"], "days": [2**70]}, "expected int64"),
+        ({"city": ["a"], "days": np.array([1.5])}, "got float64, expected int64"),
+        ({"city": ["a"], "days": hps.Bags(np.array([1]), np.array([0, 1]))}, "got bags, expected int64"),
+        ({"city": [np.zeros((2, 3)), np.zeros((2, 4))], "days": [1]}, "expected nested sequences of str"),
         ({"city": ["a"], "days": [1], "item": [1]}, "got input 'item', which the transform makes of others"),
     ],
 )
@@ -118,6 +123,31 @@ def test_inputs_of_a_call_that_are_wrong_are_named(inputs: Any, reason: str) -> 
         transform.of_call(inputs)
     keys = {"item": [7], "age": [1.0]}
     assert transform.of_call(keys) is keys, "a request with keys is left alone"
+
+
+def test_numbers_that_do_not_fit_are_refused_and_not_cut() -> None:
+    transform = made("tests.fakes.transforms:same", inputs={"small": "uint8", "days": "int32"})
+    assert transform.of_call({"small": [255], "days": [3]})["small"].dtype == np.uint8
+    for inputs in ({"small": [256], "days": [1]}, {"small": [1], "days": [2**40]}, {"small": [1], "days": np.array([2**40])}):
+        with pytest.raises(hps.InvalidInputError):
+            transform.of_call(inputs)
+
+
+def test_keys_in_the_byte_order_of_another_machine_are_the_same_keys() -> None:
+    transform = made("tests.fakes.transforms:big_endian", outputs=["item"])
+    [item] = transform({"city": Strings.of(["a"])}).values()
+    assert (item.tolist(), item.dtype.byteorder) == ([7], "=")
+
+
+def test_a_text_of_many_bytes_is_hashed_as_a_trainer_does() -> None:
+    text = bytes(range(256)) * 40_000
+    hashed = FNV1A
+    for byte in text[:1000]:
+        hashed = ((hashed ^ byte) * 0x100000001B3) % 2**64
+    assert Strings.of([text[:1000]]).fnv1a().view(np.uint64)[0] == hashed
+    written = Strings.of([b"", text, b"\xff\x00"])
+    read = Strings.of_tensor(written.to_tensor(), (3,), "reading")
+    np.testing.assert_array_equal(read.fnv1a(), written.fnv1a())
 
 
 def test_the_example_of_the_page_makes_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

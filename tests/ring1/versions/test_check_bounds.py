@@ -108,6 +108,11 @@ def test_rows_that_are_not_finite_are_left_to_their_own_check() -> None:
     assert {outcome.outcome for outcome in outcomes(sample(rows_of(4), new)).values()} == {"passed"}
 
 
+def test_vectors_of_zeros_that_did_not_change_are_alike() -> None:
+    zeros = np.zeros((N, 4), np.float32)
+    assert outcomes(sample(zeros, zeros), vectors={"least_cosine": 0.9})["vectors"].figures["cosine"] == 1.0
+
+
 def test_a_check_that_is_off_is_not_made() -> None:
     assert set(outcomes(sample(rows_of(4), rows_of(4)), norms={"policy": "off"})) == {"keys", "vectors"}
 
@@ -127,3 +132,12 @@ def test_the_strictest_policy_of_the_failed_checks_decides(policies: list[str], 
     assert (report.verdict, report.accepted(2.0).verdict) == (verdict, accepted)
     assert CheckReport.model_validate_json(report.model_dump_json()) == report
     assert report.reason == "; ".join(f"norms: {policy}" for policy in sorted(policies, key=["refuse", "hold", "warn"].index))
+
+
+def test_a_reason_has_ten_checks_and_the_number_of_the_others() -> None:
+    checks = tuple(
+        CheckOutcome(check="norms", outcome="failed", policy="hold", table=f"t{number}", text="x") for number in range(12)
+    )
+    reason = CheckReport(model="m", version="2", fingerprint="f", at=1.0, checks=checks).reason
+    assert reason.startswith("norms of t0: x; norms of t1: x")
+    assert reason.endswith("norms of t9: x; and 2 more")

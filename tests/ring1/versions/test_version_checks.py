@@ -1,5 +1,6 @@
 """What the default checks let serve, what they hold, and what a person accepts: versions of a repository, polled."""
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 import hps
+from hps.engine.refresh import Pace
 from hps.filesystems.base import FileWriter
 from hps.filesystems.local import LocalFileSystem
 from hps.statistics.key_traces import KeyRecorder
 from hps.tensors.batch import Batch
 from hps.testing.waiting import wait_until
 from hps.types import TableSpec
+from hps.versions.checks.run import VersionCheck
 from tests.fakes import entry_points
 from tests.servers.running_service import document_of, model_of
 
@@ -85,7 +88,14 @@ def state(server: hps.HPS) -> list[tuple[str, str]]:
     return [(version.version, version.state) for version in server.versions("ranker")]
 
 
-def test_a_version_like_the_last_one_takes_over(document: Make, write: Write) -> None:
+def test_a_version_like_the_last_one_takes_over(document: Make, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    def paced(share: float, wait: Callable[[float], bool]) -> Pace:
+        shares.append(share)
+        return Pace(share, wait)
+
+    monkeypatch.setattr("hps.versions.checks.run.Pace", paced)
     with hps.HPS(document()) as server:
         write(2, retrained())
         assert polled(server) is None
@@ -96,6 +106,8 @@ def test_a_version_like_the_last_one_takes_over(document: Make, write: Write) ->
         assert {found.check: found.outcome for found in report.checks} == dict.fromkeys(
             ["finite", "keys", "norms", "vectors", "scores"], "passed"
         )
+    assert shares[0] == 1.0, "no lookups to spare"
+    assert shares[1] <= 0.2
 
 
 SHUFFLED = FIRST[np.random.default_rng(7).permutation(ROWS)]
@@ -126,7 +138,9 @@ def test_a_version_unlike_the_last_one_is_held_and_serves_under_its_number_until
         assert server.pin("ranker") is None
         server.deploy("ranker", accept=True)
         assert state(server) == [("2", "serving"), ("1", "kept")]
-        assert server.check() == []
+        assert (server.poll(), server.check()) == ({}, [])
+        server.deploy("ranker", force=True)
+        assert server.model("ranker").version == "2", "accepted once for these files"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +300,7 @@ def test_the_reports_of_versions_that_are_removed_go_with_the_next_one(
 
 
 def test_a_report_that_cannot_lie_beside_the_versions_is_kept_beside_the_persistent_database(
-    document: Make, write: Write, home: Path, monkeypatch: pytest.MonkeyPatch
+    document: Make, write: Write, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     create = LocalFileSystem.create
 
@@ -304,8 +318,16 @@ def test_a_report_that_cannot_lie_beside_the_versions_is_kept_beside_the_persist
         polled(server)
         assert state(server) == [("1", "serving"), ("2", "held")]
     assert not list(home.glob("checks-*"))
+    assert "a restart forgets" not in caplog.text
     with hps.HPS(configuration) as server:
         assert state(server) == [("1", "serving")]
+    with hps.HPS({**configuration, "persistent_db": {"type": "disabled"}}) as server:
+        assert state(server) == [("2", "serving")], "nothing says that it was held"
+        monkeypatch.undo()
+        write(3, FIRST)
+        monkeypatch.setattr(LocalFileSystem, "create", refuse)
+        polled(server)
+    assert "a restart forgets that version 3 is held: writing" in caplog.text
 
 
 @pytest.mark.parametrize(("shuffled", "expected"), [(False, "passed"), (True, "held")])
@@ -367,7 +389,8 @@ def test_recorded_requests_are_replayed_against_both_versions(
         ("{", "failed", "line 1"),
         ('{"inputs": 3}', "failed", "line 1"),
         ('{"inputs": {"age": [1.0]}}', "skipped", "'item' is missing"),
-        ('{"inputs": {"item": [7], "age": [NaN]}}', "skipped", "is not a number"),
+        ('{"inputs": {"item": [7], "age": [NaN]}}', "skipped", "fewer than 32 scores"),
+        ("\n", "skipped", "there are no requests"),
     ],
 )
 def test_requests_that_cannot_be_read_hold_a_version_and_those_that_the_serving_one_refuses_do_not(
@@ -411,28 +434,58 @@ def test_configured_requests_that_are_gone_hold_a_version(document: Make, write:
         assert "there is no such file" in outcome(server, "scores")[1]
 
 
-@pytest.mark.parametrize(
-    ("arrays", "expected"),
-    [
-        ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5]}, ""),
-        ({"keys/item": np.array([1]), "vectors/item": np.zeros((1, DIM))}, ""),
-        ({"inputs/item": KEYS[:5], "inputs/age": np.zeros(5, np.float32), "scores/score": retrained()[:5].sum(axis=1)}, ""),
-        ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5] + 1}, "difference of item 1, expected at most 0.01"),
-        ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5, :2]}, "got [5, 16], expected [5, 2]"),
-        ({"vectors/item": retrained()[:5]}, "KeyError: 'keys/item'"),
-        ({"keys/other": KEYS, "vectors/other": FIRST}, "got table 'other'"),
-        ({"scores/score": np.zeros(1)}, "input 'item' is missing"),
-    ],
-)
-def test_the_authors_answers_are_expected(
-    document: Make, write: Write, home: Path, arrays: dict[str, np.ndarray], expected: str
-) -> None:
-    with hps.HPS(document()) as server:
+def zipped(size: int) -> bytes:
+    found = io.BytesIO()
+    np.savez_compressed(found, **{"keys/item": np.zeros(size, np.int64), "vectors/item": np.zeros((1, DIM), np.float32)})
+    return found.getvalue()
+
+
+ANSWERS: list[tuple[dict[str, Any] | bytes, str]] = [
+    ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5]}, ""),
+    ({"keys/item": KEYS[:50], "vectors/item": retrained()[:50] * np.float32(1.005)}, ""),
+    ({"keys/item": np.array([1]), "vectors/item": np.zeros((1, DIM))}, ""),
+    ({"inputs/item": KEYS[:5], "inputs/age": np.zeros(5, np.float32), "scores/score": retrained()[:5].sum(axis=1)}, ""),
+    ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5] + 1}, "difference of item 1, expected at most 0.01"),
+    (
+        {"keys/item": KEYS[:5], "vectors/item": retrained()[:5, :2]},
+        "vectors/item [5, 2], expected [n] of int64 and [n, 16]",
+    ),
+    ({"keys/item": KEYS[:5], "vectors/item": retrained()[:5] * np.nan}, "expected at most 0.01"),
+    ({"keys/item": KEYS[:5, None], "vectors/item": retrained()[:5]}, "got keys/item [5, 1] of int64"),
+    ({"keys/item": KEYS[:5] + 0.5, "vectors/item": retrained()[:5]}, "got keys/item [5] of float64"),
+    ({"keys/item": KEYS[:1], "vectors/item": np.full((1, DIM), "a")}, "could not convert string"),
+    ({"keys/item": KEYS[:1], "vectors/item": np.full((1, DIM), object())}, "Object arrays cannot be loaded"),
+    ({"vectors/item": retrained()[:5]}, "got vectors/item without keys/item"),
+    ({"keys/other": KEYS, "vectors/other": FIRST}, "got table 'other'"),
+    ({"scores/score": np.zeros(1)}, "input 'item' is missing"),
+    (
+        {"inputs/item": KEYS[:1], "inputs/age": np.zeros(1, np.float32), "scores/s": np.zeros(1)},
+        "expected one of scores/score",
+    ),
+    ({"keys/item": KEYS[:5], "vector/item": FIRST[:5]}, "got keys/item, vector/item, expected keys/<table>"),
+    ({"item": KEYS}, "got item, expected keys/<table>"),
+    (b"", "it is no .npz file of NumPy"),
+    (b"PK" + bytes(100), "it is no .npz file of NumPy"),
+    (zipped(9)[:-30], "it is no .npz file of NumPy"),
+    (zipped(9)[:60] + bytes(20) + zipped(9)[80:], "it is no .npz file of NumPy"),
+    (zipped(200_000), "its arrays have 1600320 bytes, expected at most 1000000"),
+]
+
+
+def test_the_authors_answers_are_expected(document: Make, write: Write, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.versions.checks.run._MOST_INFLATED_BYTES", 1_000_000)
+    others = {check: {"policy": "off"} for check in ("keys", "norms", "vectors", "scores")}
+    with hps.HPS(document(checks=others)) as server:
         write(2, retrained())
-        np.savez(home / "2" / "expected.npz", **arrays)
         polled(server)
-        found, text = outcome(server, "expected")
-        assert (found, expected in text) == ("failed" if expected else "passed", True), text
+        for answers, expected in ANSWERS:
+            if isinstance(answers, bytes):
+                (home / "2" / "expected.npz").write_bytes(answers)
+            else:
+                np.savez(home / "2" / "expected.npz", **answers)
+            *_, found = server.check_version("ranker", "2").checks
+            assert (found.check, found.outcome) == ("expected", "failed" if expected else "passed"), found
+            assert expected in found.text
 
 
 def test_expected_answers_that_are_wrong_are_found_at_the_first_start_too(document: Make, write: Write, home: Path) -> None:
@@ -459,12 +512,14 @@ def test_checks_end_when_the_fleet_wants_another_version(document: Make, write: 
             write(version, retrained())
         server.change_fleet("ranker", "deploy", "2")
 
-        def superseded(*arguments: Any, **named: Any) -> list[Any]:
+        def superseded(table: str, sample: Any, config: Any, pace: Pace, *, complete: bool) -> None:
             server.change_fleet("ranker", "deploy", "3")
             server.read_documents()
-            return []
+            while True:
+                pace.rest()
 
         with monkeypatch.context() as patch:
+            patch.delattr(VersionCheck, "_not_made")  # of late checks
             patch.setattr("hps.versions.checks.run.compare_rows", superseded)
             server.read_documents()
             assert server.follow() == {}, "tried again with version 3"

@@ -73,6 +73,24 @@ def test_what_is_uploaded_in_blocks_arrives_whole_and_not_before(
     assert server.get(f"az://{bucket}/file") == content
 
 
+def test_two_writers_of_a_blob_mix_nothing(filesystem, server: Azurite, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hps.filesystems.azure._PART_BYTES", 100)
+    contents = noise(250), noise(500)[250:]
+    writers = [filesystem.create(f"az://{bucket}/file") for _ in contents]
+    for start in (0, 125):
+        for writer, content in zip(writers, contents, strict=True):
+            writer.write(memoryview(content[start : start + 125]))
+    found = []
+    for writer in writers:
+        try:
+            writer.commit()
+        except ModelFileError:  # the first commit drops the other's blocks
+            continue
+        found.append(server.get(f"az://{bucket}/file"))
+    assert found
+    assert {*found} <= {*contents}
+
+
 @pytest.mark.parametrize("fault", [Answer(500), Answer(503), Drop()])
 def test_a_failure_that_passes_is_not_seen_by_any_operation(server: Azurite, bucket: str, fault) -> None:
     server.put(f"az://{bucket}/model/key", noise(300_000))
@@ -111,6 +129,12 @@ def test_a_key_reaches_its_own_account_alone(server: Azurite) -> None:
 def test_what_is_no_address_of_a_blob_is_refused(filesystem, uri: str) -> None:
     with pytest.raises(ModelFileError, match=r"it is no address of a blob in Azure, expected abfs://container@account"):
         filesystem.status(uri)
+
+
+def test_an_address_with_a_token_is_refused_without_repeating_it(filesystem) -> None:
+    with pytest.raises(ModelFileError, match="got a query, expected an address without one") as raised:
+        filesystem.status(f"https://{ACCOUNT}.blob.core.windows.net/models/key?sv=2024-11-04&sig=secret")
+    assert "secret" not in str(raised.value)
 
 
 def test_a_model_is_served_from_a_container(server: Azurite, bucket: str, tmp_path: Path) -> None:

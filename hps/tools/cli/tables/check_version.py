@@ -60,11 +60,11 @@ def _check(configuration: "Configuration", model: str, version: str, against: st
     )
     with HPS(alone, deploy_models=False) as server, console.progress() as progress:
         numbers = server.catalog.versions(model)
-        version = version or numbers[-1]
+        version = version or (numbers[-1] if numbers else "")
+        for number in (version, *([against] if against else [])):
+            server.catalog.version(model, number)  # raises for an unknown one
         below = [number for number in numbers if int(number) < int(version)]
         wanted = [number for number in (against or (below[-1] if below else ""), version) if number]
-        for number in wanted:
-            server.catalog.version(model, number)  # raises for an unknown one
         entry = server.catalog.model(model)
         both = entry.version_policy.__class__(0, tuple(wanted))
         checks = entry.checks.model_copy(update={"enabled": False})

@@ -48,6 +48,11 @@ def test_the_report_is_json_and_a_picture(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_picture_of_another_kind_and_an_unknown_version_are_refused(config: Path) -> None:
-    for more, said in ((["--plot", "a.gif"], "expected .svg or .png"), (["--version", "9"], "expected one of 1, 2, 3")):
+    for more, said in (
+        (["--plot", "a.gif"], "expected .svg or .png"),
+        (["--version", "9"], "expected one of 1, 2, 3"),
+        (["--version", "new"], "expected one of 1, 2, 3"),
+        (["--against", "0"], "expected one of 1, 2, 3"),
+    ):
         result = CliRunner().invoke(app, ["check-version", str(config), "ranker", *more])
         assert (result.exit_code, said in " ".join(result.output.split())) == (2, True), result.output

@@ -57,8 +57,8 @@ def loop_state():
 
 
 def serve(loop_state, session, driver=None):
-    config = SimpleNamespace(model="m")
-    deployed = SimpleNamespace(tables=TABLES, sessions={0: session}, config=config, keys_per_sample=1, scores=None)
+    config = SimpleNamespace(model="m", transform=None)
+    deployed = SimpleNamespace(tables=TABLES, sessions={0: session}, config=config, keys_per_sample=1, scores=None, aging=None)
     return _Served(deployed, 0, [loop_state], [driver or NumpyBatches(loop_state)], lambda: None)
 
 

@@ -83,7 +83,7 @@ def test_a_second_roll_back_does_not_take_the_serving_version(tried: hps.HPS) ->
     with pytest.raises(hps.ConflictError, match=r"version 2 ended 0 s ago, and 1 serves; .*by its number"):
         tried.rollback("ranker")
     [known] = tried.rollouts._known.values()
-    known.record = known.record.model_copy(update={"ended": known.record.ended - 61.0})
+    known.record = known.record.model_copy(update={"until": known.record.until - 61.0})
     with pytest.raises(hps.ConflictError, match="there is no version to go back to"):
         tried.rollback("ranker")
 

@@ -21,7 +21,7 @@ from hps.testing.waiting import wait_until
 from tests.fakes.full_device import FullDevice
 from tests.ring1.engine.test_lost_device import document as document  # fixtures
 from tests.ring1.engine.test_lost_device import model as model
-from tests.ring1.versions.test_version_checks import FIRST, KEYS, SHUFFLED, retrained
+from tests.ring2.versions.test_checks_in_process import FIRST, KEYS, SHUFFLED, retrained
 from tests.ring2.stores.rocks_db.test_rocks_db_faults import mounted
 from tests.servers.alert_rules import Timeline, scrape
 from tests.servers.certificates import Authority

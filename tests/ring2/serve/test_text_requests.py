@@ -12,8 +12,8 @@ import hps
 from hps.serve.protocol.grpc_messages import message
 from hps.testing.waiting import wait_until
 from tests.fakes.transforms import RELEASED
-from tests.ring1.versions.test_version_checks import DIM, FIRST, KEYS, SAID
-from tests.ring1.versions.test_version_checks import engine as engine  # fixture
+from tests.ring2.versions.test_checks_in_process import DIM, FIRST, KEYS, SAID
+from tests.ring2.versions.test_checks_in_process import engine as engine  # fixture
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 CITIES = ["a", "bb", "", "dddd"]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import hps
-from tests.ring1.versions.test_version_checks import FIRST, KEYS, Make, Write, retrained
-from tests.ring1.versions.test_version_checks import document as document  # fixtures
-from tests.ring1.versions.test_version_checks import engine as engine
-from tests.ring1.versions.test_version_checks import home as home
-from tests.ring1.versions.test_version_checks import write as write
+from tests.ring2.versions.test_checks_in_process import FIRST, KEYS, Make, Write, retrained
+from tests.ring2.versions.test_checks_in_process import document as document  # fixtures
+from tests.ring2.versions.test_checks_in_process import engine as engine
+from tests.ring2.versions.test_checks_in_process import home as home
+from tests.ring2.versions.test_checks_in_process import write as write
 from tests.ring2.versions.test_canary_life import UNCHECKED, answering, ended
 
 SAID = {"format": "arrays", "file": "dense.json", "inputs": {"item": {"table": "item"}, "age": {}}, "outputs": ["score"]}

@@ -12,11 +12,11 @@ import pytest
 import hps
 from hps.statistics.prometheus import expose
 from hps.testing.waiting import wait_until
-from tests.ring1.versions.test_version_checks import SHUFFLED, Make, Write, retrained
-from tests.ring1.versions.test_version_checks import document as document  # fixtures
-from tests.ring1.versions.test_version_checks import engine as engine
-from tests.ring1.versions.test_version_checks import home as home
-from tests.ring1.versions.test_version_checks import write as write
+from tests.ring2.versions.test_checks_in_process import SHUFFLED, Make, Write, retrained
+from tests.ring2.versions.test_checks_in_process import document as document  # fixtures
+from tests.ring2.versions.test_checks_in_process import engine as engine
+from tests.ring2.versions.test_checks_in_process import home as home
+from tests.ring2.versions.test_checks_in_process import write as write
 
 UNCHECKED = {"checks": False}
 INPUTS = {"item": [7, 14], "age": [0.0, 0.0]}

@@ -17,7 +17,7 @@ from hps.tools.cli.app import app
 from hps.versions.checks.documents import CheckDocuments
 from hps.versions.checks.report import CheckOutcome, CheckReport
 from hps.versions.checks.run import VersionCheck
-from tests.ring1.versions.test_version_checks import (
+from tests.ring2.versions.test_checks_in_process import (
     DIM,
     FIRST,
     KEYS,
@@ -31,10 +31,10 @@ from tests.ring1.versions.test_version_checks import (
     retrained,
     state,
 )
-from tests.ring1.versions.test_version_checks import document as document  # fixtures
-from tests.ring1.versions.test_version_checks import engine as engine
-from tests.ring1.versions.test_version_checks import home as home
-from tests.ring1.versions.test_version_checks import write as write
+from tests.ring2.versions.test_checks_in_process import document as document  # fixtures
+from tests.ring2.versions.test_checks_in_process import engine as engine
+from tests.ring2.versions.test_checks_in_process import home as home
+from tests.ring2.versions.test_checks_in_process import write as write
 from tests.servers.running_service import RunningService, model_of, running_service, samples
 from tests.servers.s3_server import know_only_moto, s3_server
 

@@ -19,11 +19,11 @@ from hps.testing.waiting import wait_until
 from tests.browser import chromium as chromium  # fixtures
 from tests.browser import doctored, opened, picture
 from tests.browser import tab as tab
-from tests.ring1.versions.test_version_checks import SHUFFLED, Make, Write
-from tests.ring1.versions.test_version_checks import document as document  # fixtures
-from tests.ring1.versions.test_version_checks import engine as engine
-from tests.ring1.versions.test_version_checks import home as home
-from tests.ring1.versions.test_version_checks import write as write
+from tests.ring2.versions.test_checks_in_process import SHUFFLED, Make, Write
+from tests.ring2.versions.test_checks_in_process import document as document  # fixtures
+from tests.ring2.versions.test_checks_in_process import engine as engine
+from tests.ring2.versions.test_checks_in_process import home as home
+from tests.ring2.versions.test_checks_in_process import write as write
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
 pytestmark = pytest.mark.browser

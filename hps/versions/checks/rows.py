@@ -3,9 +3,11 @@
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import product
 from typing import Final, NamedTuple, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from hps.configuration.checks import ChecksConfig
 from hps.engine.refresh import Pace
@@ -250,36 +252,47 @@ def _narrowed(vectors: FloatArray, pace: Pace) -> FloatArray:
     if dim <= _MOST_DIMENSIONS:
         return vectors
     projection = np.random.default_rng(dim).standard_normal((dim, _MOST_DIMENSIONS), np.float32)
-    step = max(1, _SMALL_PRODUCT // (dim * _MOST_DIMENSIONS))
-    narrow = np.empty((len(vectors), _MOST_DIMENSIONS), np.float32)
-    for number, start in enumerate(range(0, len(vectors), step), 1):
-        narrow[start : start + step] = vectors[start : start + step] @ projection
+    width = min(dim, _SMALL_PRODUCT // (2 * _MOST_DIMENSIONS))  # a product of one row would be another function of BLAS
+    step = _SMALL_PRODUCT // (width * _MOST_DIMENSIONS)
+    narrow = np.zeros((len(vectors), _MOST_DIMENSIONS), np.float32)
+    parts = product(range(0, len(vectors), step), range(0, dim, width))
+    for number, (start, first) in enumerate(parts, 1):
+        columns = slice(first, first + width)
+        narrow[start : start + step] += vectors[start : start + step, columns] @ projection[columns]
         if not number % _PRODUCTS_AT_ONCE:
             pace.rest()
     return narrow
 
 
 def _product_norm(left: FloatArray, right: FloatArray, pace: Pace) -> float:
-    """Return the norm of left.T @ right, computed by one thread, with pauses: BLAS would take all cores for larger products."""
+    """Return the norm of left.T @ right, computed with pauses by one thread.
+
+    BLAS would take all cores for larger products, for the product of an array with itself, and for the norm of many numbers; and
+    its other threads spin until long after.
+    """
     dims = left.shape[1], right.shape[1]
     step = max(1, _SMALL_PRODUCT // (dims[0] * dims[1]))
     total = np.zeros(dims, np.float64)
     for number, start in enumerate(range(0, len(left), step), 1):
-        total += left[start : start + step].T @ right[start : start + step]
+        total += left[start : start + step].T @ right[start : start + step].copy()
         if not number % _PRODUCTS_AT_ONCE:
             pace.rest()
     pace.rest()
-    return float(np.linalg.norm(total))
+    return _norm(total)
 
 
 def _centred(vectors: FloatArray) -> FloatArray | None:
     """Centre vectors, and scale them to a norm of 1 in all; None if they are all equal."""
     centred = vectors - vectors.mean(axis=0, dtype=np.float64)
-    norm = float(np.linalg.norm(centred))
-    if norm <= 1e-6 * float(np.linalg.norm(vectors.astype(np.float64))) + _TINY:
+    norm = _norm(centred)
+    if norm <= 1e-6 * _norm(vectors) + _TINY:
         return None
     scaled: FloatArray = (centred / norm).astype(np.float32)
     return scaled
+
+
+def _norm(values: npt.NDArray[np.floating]) -> float:
+    return float(np.sqrt(np.einsum("ij,ij->", values, values, dtype=np.float64)))
 
 
 def _norms(vectors: FloatArray) -> FloatArray:

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -556,3 +559,34 @@ def test_a_held_version_does_not_take_over_from_one_that_is_undeployed_and_is_un
         server.undeploy("ranker", "2")
         assert state(server) == [("1", "serving")]
         assert server.poll() == {}
+
+
+OTHERS = """
+import time
+import numpy as np
+from hps.engine.refresh import Pace
+from hps.versions.checks.rows import RowPairs, alignment
+
+rows = np.random.default_rng(1).standard_normal((2, 4096, {dim}), np.float32)
+pace = Pace(0.5, lambda seconds: False)
+alignment(RowPairs(*rows), pace)
+whole, own = time.process_time(), time.thread_time()
+alignment(RowPairs(*rows), pace)
+print(time.process_time() - whole - (time.thread_time() - own), time.thread_time() - own)
+"""
+
+
+@pytest.mark.parametrize("dim", [16, 128, 1500])
+def test_the_comparison_of_rows_occupies_one_thread(dim: int) -> None:
+    """The threads of BLAS would spin for as long as the comparison lasts, and take a core from lookups."""
+    found = subprocess.run(
+        [sys.executable, "-c", OTHERS.format(dim=dim)],
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "4"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    others, own = map(float, found.stdout.split())
+    assert others < 0.1 * own

@@ -6,9 +6,11 @@ CONFIG ?= configs/minimal.json
 # Ring 1 computes: a process a core. Of ring 2 many tests wait for servers: one process more.
 CORES    := $(shell nproc 2>/dev/null || echo 2)
 PARALLEL ?= --dist loadfile --no-loadscope-reorder --maxprocesses 6 --numprocesses
+# Ring 2 also follows the pages.
+RING2   := tests/ring2 tests/docs
 # make test ROOM=redis, or ROOM=tests/ring2/serve/test_grpc.py: a folder of that name in rings 1 and 2, or a path.
-TESTS    = $(if $(wildcard $(ROOM)),$(ROOM),$(or $(shell find tests/ring1 tests/ring2 -type d -name '$(ROOM)'),\
-             $(error no room is called '$(ROOM)'; there are: $(sort $(notdir $(shell find tests/ring1 tests/ring2 -mindepth 1 -type d ! -name '__*'))))))
+TESTS    = $(if $(wildcard $(ROOM)),$(ROOM),$(or $(shell find tests/ring1 $(RING2) -type d -name '$(ROOM)'),\
+             $(error no room is called '$(ROOM)'; there are: $(sort $(notdir $(shell find tests/ring1 $(RING2) -mindepth 1 -type d ! -name '__*'))))))
 
 # Tests start hundreds of processes. Without cached bytecode, each compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -58,10 +60,10 @@ test: $(VENV)/.installed-test
 endif
 
 test-all: dev    ## rings 1 and 2, every wire and process, in a quarter of an hour
-	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) tests/ring1 tests/ring2 $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) tests/ring1 $(RING2) $(ARGS)
 
 test-ring2: dev  ## ring 2 alone, or its files in ROOM
-	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) $(or $(ROOM),tests/ring2) $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) $(or $(ROOM),$(RING2)) $(ARGS)
 
 test-nightly: dev  ## the storms, rings 1 and 2 on a busy machine with a list of flaky tests, and mutants
 	$(BIN)/python -m pytest $(PARALLEL) $$(($(CORES) + 1)) tests/nightly $(ARGS)
@@ -69,7 +71,7 @@ test-nightly: dev  ## the storms, rings 1 and 2 on a busy machine with a list of
 	$(BIN)/python -m tests.nightly.mutants --sample 60
 
 durations: dev   ## rings 1 and 2, and write what each file took into tests/durations.json
-	$(BIN)/python -m pytest $(PARALLEL) $(CORES) --ledger $(or $(ROOM),tests/ring1 tests/ring2) $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(CORES) --ledger $(or $(ROOM),tests/ring1 $(RING2)) $(ARGS)
 
 test-gpu: dev    ## the tests of the CUDA cache; fail where there is no GPU
 	HPS_REQUIRE=gpu $(BIN)/python -m pytest -m gpu $(ARGS)
@@ -99,7 +101,8 @@ soak: dev        ## 64 good and bad clients, updates and chaos, every answer jud
 bench: dev       ## benchmarks of the host tiers and HTTP: make bench NAMES="hash_map http"
 	$(BIN)/python -m benchmarks $(NAMES)
 
-docs: dev        ## write the tables and pictures that are made from benchmarks/results
+docs: dev        ## write what is made from benchmarks/results, and the page of runbooks that servers show
+	$(BIN)/python -m docs.runbook_page
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.draw
 

@@ -4,7 +4,6 @@ A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; `
 `python -m benchmarks.figures` writes all of them anew; `tests/ring1/repo/test_figures.py` fails where a page differs.
 """
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -156,25 +155,24 @@ def _page(text: str) -> list[str]:
 
 
 def _readme() -> list[str]:
-    """The first figures that somebody sees: ours, and a peer's or a limit in the same run."""
-    of_torch = _each(f"{row.mkeys_per_s / row.torch_index_select_mkeys_per_s:.1f}" for row in (the.narrow, the.wide))
-    return _page(f"""| hps | in the same run
-        H200: 2^20 resident keys, dim 32 / 128 | {_round(the.narrow.mkeys_per_s)} / {_round(the.wide.mkeys_per_s)} M keys/s | \
-            {of_torch} x `torch.index_select`; {the.narrow.of_gather:.2f} / {the.wide.of_gather:.2f} of a plain gather
-        H200: 26 tables x 1,024 keys, from Python, p50 | {the.concatenated.p50_us:.0f} us | \
-            {the.concatenated.p50_us / the.concatenated.peer_p50_us:.2f} x the time of 26 `torch.index_select`
-        H200: sums of bags, 26 tables, dim 128 | {_round(the.bags.mkeys_per_s)} M keys/s | \
-            {the.bags.of_anchor / the.torch_bags.of_anchor:.1f} x `torch.nn.functional.embedding_bag`
-        H200: 2^18 keys, {100 - 100 * the.link.hit_rate:.0f} % read in host memory, dim 128 | \
-            {_round(the.link.mkeys_per_s)} M keys/s | \
-            {the.link.mkeys_per_s / the.copy.mkeys_per_s:.1f} x fetching these by the CPU
-        two cores: hash map, 100,000 keys of 1 M rows, one thread | {the.hash_map.mkeys_per_s:.1f} M keys/s | \
-            {the.hash_map.of_gather:.2f} of `np.take`
-        two cores: RocksDB / Redis, 10,000 keys | \
-            {the.rocks.rows_per_s / 1e6:.2f} / {the.redis.ours_keys_per_s / 1e6:.1f} M keys/s | \
-            {the.rocks.ratio_to_sorted:.2f} of rocksdict / {the.redis.ours_to_redis_py:.1f} x redis-py with hiredis
-        two cores: HTTP, binary, 1,000 keys, server and clients | {_round(the.binary.requests_per_s)} requests/s | \
-            {the.binary.ratio_to_limit:.2f} of a raw ASGI echo""")
+    """What a user asks for, in times and requests; beside it what he would use else, and the benchmark that measures both."""
+    dlrm = {name: figures("scores", work="http", samples=32, clients=64, turn=0, service=name) for name in ("batched", "plain")}
+    rows = figures("updates", work="visible", log="kafka")
+    return _page(f"""| hps | in the same run | `.venv/bin/python -m benchmarks`
+        look up 26 tables x 1,024 keys on an H200, from Python | {_ms(the.concatenated.p50_us)} | \
+            {_ms(the.concatenated.peer_p50_us)}: torch's `index_select`, a call a table | `gpu_lookup`
+        262,144 keys of 128 numbers, {100 - 100 * the.link.hit_rate:.0f} % of them not in GPU memory | \
+            {_ms(the.link.p50_us)} | {_ms(the.copy.p50_us)}: the processor fetches these | `misses`
+        32 candidates scored by a whole DLRM on one H200, 64 clients | {_round(dlrm["batched"].requests_s)} requests/s | \
+            {_round(dlrm["plain"].requests_s)}: FastAPI around the torch module | `scores`
+        1,000 keys over HTTP, server and clients on two cores | {_round(the.binary.requests_per_s)} requests/s | \
+            {_round(the.binary.requests_per_s / the.binary.ratio_to_limit)}: a server that only echoes | `http`
+        a changed row, from Kafka into every lookup, 100,000 rows/s | \
+            {rows.p50_ms:.0f} ms | 99 %: {rows.p99_ms:.0f} ms | `updates`""")
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.2g} ms"
 
 
 def _measured_gpu() -> list[str]:
@@ -271,20 +269,6 @@ def _gpu_queries() -> list[str]:
     )
 
 
-def _static_queries() -> list[str]:
-    """Queries of tables all of whose rows are resident, of both kinds."""
-    rows = []
-    for dim in (32, 128):
-        for batch, alpha in itertools.product((8192, 65_536, 1 << 20), (0.0, 1.05)):
-            axes = {"work": "query of a whole table", "dim": dim, "batch": batch, "alpha": alpha}
-            static, dynamic = (figures("gpu_cache", kind=kind, **axes) for kind in ("static", "dynamic"))
-            size = "2^20" if batch == 1 << 20 else f"{batch:,}"
-            keys = f"alpha {alpha}" if alpha else "uniform"
-            of_gather, of_dynamic = static.of_gather, static.mkeys_per_s / dynamic.mkeys_per_s
-            rows.append((f"{size}, {dim}, {keys}", _round(static.mkeys_per_s), f"{of_gather:.2f}", f"{of_dynamic:.2f}"))
-    return _lines(("n, dim, keys", "M keys/s of a static table", "of gather", "of a dynamic table with 2.8 slots a row"), rows)
-
-
 def _prepared() -> list[str]:
     """Small lookups from Python: separate tensors, tensors of all tables, prepared ones, and beside them torch."""
     found = {(row.tables, row["keys"], row.work): _round(row.p50_us) for row in rows_of("prepared")}
@@ -355,16 +339,6 @@ def _cold_start() -> list[str]:
     )
 
 
-def _clients() -> list[str]:
-    """What a call takes by each client, and the caller's processor time in it."""
-    rows = []
-    for name in ("hps", "hps, shared memory", "raw socket", "httpx", "tritonclient", "tritonclient, shared memory"):
-        found = [figures("client", client=name, tables=tables) for tables in (1, 26)]
-        times = [f"{_round(row.p50_us)} us ({_round(row.relative)} x)" for row in found]
-        rows.append((name, *times, _each(f"{_round(row.cpu_us)} us" for row in found)))
-    return _lines(("client", "1 table x 1,000 keys", "26 tables x 1,000 keys", "processor time of the caller"), rows)
-
-
 _PLACES = {"scores": "H200", "scores_cpu": "two processors"}
 
 
@@ -379,16 +353,6 @@ def _scores() -> list[str]:
             times = f"{_round(ours.p50_ms)} / {_round(ours.p99_ms)}"
             rows.append((f"{where}, {clients} x {samples}", _round(ours.requests_s), *cells, times))
     return _lines(("clients x samples", "batches, requests/s", "one by one", "FastAPI", "p50 / p99 of batches, ms"), rows)
-
-
-def _scores_once() -> list[str]:
-    """One user and 2,048 candidates, the user given once or with each."""
-    rows = []
-    for file, where in _PLACES.items():
-        clients = {"clients": 32} if file == "scores" else {}
-        once, each = (middle(file, "requests_s", user=user, **clients) for user in ("once", "with each candidate"))
-        rows.append((where, _round(once), _round(each), f"{once / each:.2g} x"))
-    return _lines(("", "given once, requests/s", "with each candidate", "more"), rows)
 
 
 _DLRMV3_PUBLISHED = (  # `summary.json` of mlcommons/inference_results_v6.1: queries/s of the scenario Server, on eight GPUs
@@ -451,9 +415,22 @@ def _sharing_traffic() -> list[str]:
     )
 
 
+def _aging() -> list[str]:
+    """What it costs that many rows expire at one moment."""
+    return _table(
+        rows_of("aging", work="expiry"),
+        ("1 M rows expire at once, dim 16, two shared cores (`python -m benchmarks aging`)", "`{tiers}`"),
+        ("removed after", "{removed_after_s:r} s"),
+        ("background CPU", "{background_cpu_s:r} s"),
+        (
+            "lookups of 256 keys meanwhile, p50 / worst",
+            lambda row: f"{_round(row.beside_p50_ms)} / {_round(row.beside_worst_ms)} ms",
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "sharing-traffic": _sharing_traffic,
-    "clients": _clients,
     "machines": _machines,
     "readme": _readme,
     "measured-gpu": _measured_gpu,
@@ -461,12 +438,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "model-sources": _model_sources,
     "row-bytes": _row_bytes,
     "gpu-queries": _gpu_queries,
-    "static-queries": _static_queries,
     "prepared": _prepared,
     "scores": _scores,
-    "scores-once": _scores_once,
     "sparse-stage": sparse_stage,
     "updates": _updates,
+    "aging": _aging,
     "planning": _planning,
     "cold-start": _cold_start,
 }

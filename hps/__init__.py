@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hps.statistics.snapshot import TableStatistics as TableStatistics
     from hps.statistics.snapshot import TierStatistics as TierStatistics
     from hps.tensors.bags import Bags as Bags
+    from hps.tensors.strings import Strings as Strings
     from hps.types import Scores as Scores
     from hps.updates.publisher import Publisher as Publisher
     from hps.updates.publisher import open_publisher as open_publisher
@@ -60,6 +61,7 @@ _HOME = {
     "HPS": "hps.parameter_server",
     "Bags": "hps.tensors.bags",
     "Scores": "hps.types",
+    "Strings": "hps.tensors.strings",
     "connect": "hps.client.client",
     "Client": "hps.client.client",
     "connect_async": "hps.client.async_client",

@@ -19,6 +19,7 @@
     ├── UnknownDeviceError       (KeyError)
     ├── ConflictError            (RuntimeError)       a change of a model conflicts with its state or another change
     │   └── StaleCopyError                            its network has a copy of the table, which writes would not reach
+    ├── VersionHeldError         (RuntimeError)       a version failed its checks; the one before serves on
     ├── CapacityError            (MemoryError)        a model does not fit in memory, on disk or on the device
     ├── NotReadyError            (RuntimeError)       still loading, or already closed
     │   ├── ForkedProcessError                        opened by the parent process, before a fork
@@ -27,6 +28,7 @@
     ├── WorkspaceTimeoutError    (TimeoutError)       every lookup workspace stayed busy
     ├── NetworkError             (RuntimeError)       a dense network failed, or was not opened in time
     │   └── NetworkBusyError     (TimeoutError)       a call of it hangs; requests are refused meanwhile
+    ├── TransformError           (RuntimeError)       the function of a model's `transform` failed, or was not done in time
     ├── DeadlineError            (TimeoutError)       the time that a request allows was over before work began
     ├── DatabaseError            (RuntimeError)       a volatile or persistent database failed
     │   ├── DatabaseTimeoutError (TimeoutError)
@@ -137,6 +139,10 @@ class StaleCopyError(ConflictError):
     """Rows of a table were to be written of which the version's network has a copy."""
 
 
+class VersionHeldError(HPSError, RuntimeError):
+    """A version failed its checks, and does not serve; the version before serves on."""
+
+
 class CapacityError(HPSError, MemoryError):
     """A model does not fit in memory, on disk or on the device; nothing of it was loaded."""
 
@@ -171,6 +177,10 @@ class NetworkError(HPSError, RuntimeError):
 
 class NetworkBusyError(NetworkError, TimeoutError):
     """A call of a dense network takes too long; the request was not queued behind it."""
+
+
+class TransformError(HPSError, RuntimeError):
+    """The function that transforms the inputs of requests failed, was not done in time, or returned what it must not."""
 
 
 class DeadlineError(HPSError, TimeoutError):

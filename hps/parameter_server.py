@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -16,7 +17,7 @@ from hps.configuration.hugectr_structs import ParameterServerConfig
 from hps.configuration.load import Configuration, ModelConfig, load_configuration
 from hps.engine.refresh import RefreshReport
 from hps.engine.session import DirectSession, RecordedLookup, Session
-from hps.errors import InvalidInputError, UnknownModelError
+from hps.errors import HPSError, InvalidInputError, UnknownModelError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.progress import Progress
 from hps.ground.threads.lifetimes import close_at_exit, disown_in_children, refusal
@@ -32,7 +33,13 @@ from hps.tensors.array_checks import as_host_keys, as_host_vectors
 from hps.tensors.bags import Bags
 from hps.tensors.batch import Batch, concatenated_batch, named_batch, pooled_batch, refuse_repeated_tables, table_batch
 from hps.types import BoolArray, FloatArray, Scores
+from hps.versions.canary.in_process import RoutedCalls, sent_by
+from hps.versions.canary.plan import RolloutMode
+from hps.versions.canary.records import ROLLOUTS, RolloutRecords
+from hps.versions.canary.rollouts import Rollouts, RolloutStatus
 from hps.versions.catalog import ModelCatalog
+from hps.versions.checks.documents import CHECKS_DIRECTORY, CheckDocuments
+from hps.versions.checks.report import CheckReport
 from hps.versions.collection import StatisticsCollector
 from hps.versions.deployment import Deployment, StoredRow, retry_after_takeover
 from hps.versions.desired import DesiredVersion
@@ -116,7 +123,8 @@ class HPS:
             raise
         sources = targets().sources
         pins, fleet = Pins(kept_files(self._chain, PINS)), Fleet(sources, kept_files(self._chain, FLEET))
-        self.catalog = ModelCatalog(self.config, sources, pins, fleet)
+        checks = CheckDocuments(sources, kept_files(self._chain, CHECKS_DIRECTORY))
+        self.catalog = ModelCatalog(self.config, sources, pins, fleet, checks)
         self._manage(targets)
         disown_in_children(self)
         close_at_exit(self, lambda server: server._close(_EXIT_WAIT_S))
@@ -132,8 +140,12 @@ class HPS:
     def _manage(self, targets: Callable[[], LoadTargets]) -> None:
         """Create the objects that change versions and collect statistics, over the open tiers."""
         self._reconciler = Reconciler(self.catalog, self.live, self._updates, self._chain, targets, self.cache_class)
+        records = RolloutRecords(kept_files(self._chain, ROLLOUTS))
+        self.rollouts = Rollouts(self.live, self._reconciler, records, self.metrics)
+        self._reconciler.tried_out = self.rollouts.tried_out
+        self._routed = RoutedCalls(self.rollouts, self.live, self.metrics)
         chosen_by, fleet = self._reconciler.chosen_by, self._reconciler.fleet
-        self.statistics = StatisticsCollector(self.live, self.metrics, chosen_by, fleet)
+        self.statistics = StatisticsCollector(self.live, self.metrics, chosen_by, fleet, self.rollouts.described)
         self._volatile_tier = self._start_volatile_tier(targets)
 
     def _start_volatile_tier(self, targets: Callable[[], LoadTargets]) -> VolatileTier | None:
@@ -177,6 +189,26 @@ class HPS:
             if self.closed:
                 raise refusal(self, "the parameter server") from None
             raise
+
+    def routed(self, user: str | bytes) -> AbstractContextManager[None]:
+        """Return a context in which calls of this thread or task are for this user, whom a canary may select.
+
+            with server.routed("user-17"):
+                vectors = server.lookup_tables({"item": keys}, "ranking")
+
+        Other calls are answered by the serving version. So are captured and prepared lookups, and those of layers.
+        """
+        return sent_by(user)
+
+    def rerouted(self, error: HPSError) -> AbstractContextManager[None] | None:
+        """Return a context in which the serving version answers a call that a canary's version has failed; else None."""
+        return self._routed.rerouted(error)
+
+    def _answering(self, name: str) -> Deployment:
+        """Return the version that answers a call which names none."""
+        if self.rollouts.active and (tried := self._routed.version(name)) is not None:
+            return tried
+        return self.model(name)
 
     def in_service(self, model_name: str | None = None) -> list[Deployment]:
         """Return the deployed versions of a model, or of all models."""
@@ -238,7 +270,7 @@ class HPS:
             DatabaseError: keys are missing and the authoritative database did not answer.
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         index = deployment.table_index(table_id)
         flat = as_host_keys(h_keys)
         vectors: FloatArray = np.empty((flat.size, deployment.tables[index].dim), np.float32)
@@ -274,7 +306,7 @@ class HPS:
             As `lookup`; also InvalidInputError when a table is named twice (by id and by name).
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         session = deployment.session(device_id, tables, out)
         batch = _named(deployment, session, tables, out, return_found)
         self._answer(deployment, session, batch, start_ns, wait=wait)
@@ -317,7 +349,7 @@ class HPS:
                 default vector.
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         index = deployment.table_index(table_id)
         session = deployment.session(device_id)
         dim = deployment.tables[index].dim
@@ -355,7 +387,7 @@ class HPS:
             As `lookup_fromdlpack`; InvalidInputError also when the counts do not match the model or the keys.
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         session = deployment.session(device_id, keys, out_tensor)
         batch, found = concatenated_batch(
             keys, counts, out_tensor, deployment.dims, on_cuda=session.on_cuda, with_found=return_found
@@ -391,7 +423,7 @@ class HPS:
             As `lookup_tables`; InvalidInputError also for offsets, weights, combiner or max_norm that `Bags` does not allow.
         """
         start_ns = perf_counter_ns()
-        deployment = self.model(model_name)
+        deployment = self._answering(model_name)
         keys = {name: bags.keys for name, bags in tables.items() if isinstance(bags, Bags)}
         session = deployment.session(device_id, keys, out)
         batch = pooled_batch(tables, out, deployment.table_index, deployment.tables, on_cuda=session.on_cuda)
@@ -493,7 +525,8 @@ class HPS:
         Args:
             inputs: by name of the inputs in `dense`, arrays or nested sequences in host memory. For an input with a table:
                 int64 keys (samples, hotness), or (samples,) for one key each, or `Bags` of keys and offsets. For a feature:
-                values of its dtype and shape. `per_request` inputs may have one row for all samples.
+                values of its dtype and shape. `per_request` inputs may have one row for all samples. For inputs of the model's
+                `transform`: `Strings`, nested sequences of texts, or arrays of their dtype.
             device_id: as for `lookup_tables`.
             version: default: the serving one.
 
@@ -503,16 +536,27 @@ class HPS:
         Raises:
             UnknownModelError: the model is not deployed, or has no network. UnknownVersionError: the version is not.
             InvalidInputError: inputs are missing, unknown, of another shape or dtype, or of sizes that the network refuses.
+            TransformError: the transform failed.
             TooManyKeysError: more samples or keys than the model allows.
             NetworkError: the network failed, or an output is NaN.
             HPSError: as `lookup_tables`.
         """
+
+        def read(deployment: Deployment) -> dict[str, np.ndarray]:
+            features = network_of_model(deployment.scores, model_name).opened.features
+            return arrays_of(features, inputs if deployment.transform is None else deployment.transform.of_call(inputs))
+
+        def score(deployment: Deployment, arrays: Mapping[str, np.ndarray], *, counted: bool = True) -> Scores:
+            scores = network_of_model(deployment.scores, model_name)
+            request = scores.read(arrays)
+            device = deployment.device(device_id)
+            deployment.session(device)  # raises for an unknown device
+            return Scores(deployment.version, scores.score(request, device, counted=counted))
+
+        if version is None and self.rollouts.active:
+            return self._routed.score(self._answering(model_name), read, score)
         deployment = self.model(model_name, version)
-        scores = network_of_model(deployment.scores, model_name)
-        request = scores.read(arrays_of(scores.opened.features, inputs))
-        device = deployment.device(device_id)
-        deployment.session(device)  # raises for an unknown device
-        return Scores(deployment.version, scores.score(request, device))
+        return score(deployment, read(deployment))
 
     def lookup_batch(self, deployment: Deployment, batch: Batch, device_id: int | None = None) -> int:
         """Look up several tables into arrays of the caller's layout, for the service.
@@ -535,7 +579,10 @@ class HPS:
         return device_id
 
     def _answer(self, deployment: Deployment, session: Session, batch: Batch, start_ns: int, *, wait: bool = True) -> None:
-        session.run(batch, start_ns, wait=wait)
+        if self.rollouts.active:
+            self._routed.run(deployment, session, batch, start_ns, wait=wait)
+        else:
+            session.run(batch, start_ns, wait=wait)
         if self._recorder is not None:
             self._recorder.record(deployment.tables, batch)
 
@@ -658,6 +705,10 @@ class HPS:
         force: bool = False,
         remember: bool = True,
         pin: bool = True,
+        accept: bool = False,
+        canary: float | None = None,
+        shadow: float | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Deployment:
         """Load a version of a model beside those in service, and switch to it atomically.
 
@@ -673,6 +724,12 @@ class HPS:
             remember: keep this configuration as the known one; if False, a known model uses it for this deployment only.
             pin: pin the model to `version`, as `rollback` does, or end its pin if no version is given; if False, an existing
                 pin is kept and respected.
+            accept: let the version serve, or answer as a canary, whatever its checks find. Without `version`, and while one is
+                held, that one alone: a newer one has to pass.
+            canary: share of the requests, in (0, 1], that the version, by default the newest, answers beside the serving one;
+                see [canary](canary.md). Again with another share: changes the canary that is under way.
+            shadow: share of the requests that both versions answer; the answers of the new one are only compared.
+            options: keys of `models[].canary` that differ for this canary or shadow.
 
         Returns:
             The serving version.
@@ -686,11 +743,73 @@ class HPS:
         """
         self._require_open()
         name, entry = (model, None) if isinstance(model, str) else (model.model, model)
-        self._reconciler.bring_up(name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin)
+        if canary is not None or shadow is not None or options:
+            if entry is not None or force:
+                raise InvalidInputError(f"deploying model {name!r}: a canary or shadow takes neither a configuration nor force")
+            mode, share = _mode_of(name, canary, shadow)
+            self.rollouts.start(name, mode, share, version, options, accept=accept, progress=progress)
+            return self.model(name)
+        self._reconciler.bring_up(
+            name, version, entry=entry, progress=progress, force=force, remember=remember, pin=pin, accept=accept
+        )
+        self.rollouts.resume(name)
         return self.model(name)
 
+    def promote(self, model_name: str, *, accept: bool = False) -> Deployment:
+        """End the canary or shadow of a model: its version serves all requests, and the one before is kept for `rollback`.
+
+        The model is pinned to the version, unless it was not pinned before and its `version_policy` chooses the same one.
+
+        Args:
+            accept: also a version that its checks hold; a canary that was started so needs it no second time.
+
+        Returns:
+            The serving version.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+            ConflictError: no canary or shadow is under way, or another change of the model is.
+            VersionHeldError: its checks hold it.
+        """
+        self._require_open()
+        self.rollouts.promote(model_name, accept=accept)
+        return self.model(model_name)
+
+    def rollout(self, model_name: str) -> RolloutStatus | None:
+        """Return the canary or shadow of a model that is under way, else the last one; None if there was none."""
+        return self.rollouts.status(model_name)
+
+    def check_version(self, model_name: str, version: str, against: str | None = None) -> CheckReport:
+        """Run the [checks](checks.md) of a version that is in service or held again, and change nothing.
+
+        Args:
+            against: version in service to compare it with; default: the serving one. With itself nothing is compared.
+
+        Raises:
+            UnknownModelError, UnknownVersionError: one of them is not deployed.
+            ConflictError: one was taken out of service meanwhile.
+            NotReadyError: the server is closed.
+        """
+        self._require_open()
+        return self._reconciler.check(model_name, version, against, self._require_open)
+
+    def recorded_requests(self, model_name: str) -> list[str]:
+        """Return the recorded requests of the serving version, the oldest first: lines of a `requests.jsonl`.
+
+        Raises:
+            UnknownModelError: no model of this name is deployed.
+            InvalidInputError: it has no network, or its configuration does not allow recording.
+        """
+        scores = self.model(model_name).scores
+        if scores is None or (recorder := scores.recorder) is None:
+            raise InvalidInputError(
+                f"recording requests of model {model_name!r}: got checks.record off, or no network, expected keys or features; "
+                "set models[].checks.record if the clients' requests may be kept"
+            )
+        return recorder.lines()
+
     def rollback(self, model_name: str) -> Deployment:
-        """Roll back to the previous version, and pin the model to it.
+        """Roll back to the previous version, and pin the model to it; or end the canary or shadow that is under way.
 
         Its tables are still loaded; its caches are warmed from them. After a restart, the previous version is the one below the
         serving one; its tables are reused if they still exist. The pin is kept beside the persistent database: polling and
@@ -705,7 +824,11 @@ class HPS:
             DatabaseError, DeviceError, ModelFileError: it cannot be put into service. The serving version continues.
         """
         self._require_open()
-        self._reconciler.roll_back(model_name)
+        if self.rollouts.under_way(model_name) is not None:
+            self.rollouts.roll_back(model_name)
+        else:
+            self.rollouts.refuse_second_roll_back(model_name)
+            self._reconciler.roll_back(model_name)
         return self.model(model_name)
 
     def unpin(self, model_name: str, *, progress: Progress | None = None) -> Deployment:
@@ -727,15 +850,26 @@ class HPS:
         """Return the pinned version of a model, if any."""
         return self.catalog.pins.known(model_name)
 
-    def change_fleet(self, model_name: str, change: FleetChange, version: str | None = None) -> ServingDocument:
+    def change_fleet(
+        self,
+        model_name: str,
+        change: FleetChange,
+        version: str | None = None,
+        *,
+        canary: float | None = None,
+        shadow: float | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> ServingDocument:
         """Change the version that every replica serves: write the `serving.json` beside the model's versions.
 
         Returns when it is written; replicas follow within `repository_poll_s`, this one at the next `follow` or `poll`.
 
         Args:
-            change: `deploy`; `rollback` to the previous version, which withdraws the serving one; or `unpin`, which deploys the
-                choice of the `version_policy` among versions that are not withdrawn.
-            version: version to deploy; default: the present choice of the `version_policy`.
+            change: `deploy`; `rollback` to the previous version, which withdraws the serving one, or the version that is tried
+                out; `canary`, which tries a version out; `promote`, which lets it serve; or `unpin`, which deploys the choice
+                of the `version_policy` among versions that are not withdrawn.
+            version: version to deploy; default: the present choice of the `version_policy`; for `canary`, the newest.
+            canary, shadow, options: as for `deploy`, for the change `canary`.
 
         Raises:
             UnknownModelError, UnknownVersionError: there is no such model, or no such version of it.
@@ -743,8 +877,15 @@ class HPS:
             ModelFileError: it cannot be written. ModelSourceError: no answer; it may have been written.
         """
         self._require_open()
-        serving = self.live.serving.get(model_name)
-        return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version)
+        serving, plan = self.live.serving.get(model_name), None
+        if change == "canary":
+            mode, share = _mode_of(model_name, canary, shadow)
+            plan = self.rollouts.planned(model_name, mode, share, version, options, accepted=False)
+        elif change == "rollback":
+            self.catalog.read_document(model_name)
+            if (wanted := self._reconciler.wanted_rollout(model_name)) is None or wanted[1] is None:
+                self.rollouts.refuse_second_roll_back(model_name)
+        return self.catalog.change_fleet(model_name, change, version, "" if serving is None else serving.version, plan)
 
     def fleet(self, model_name: str) -> FleetStatus | None:
         """Return whether this process follows the `serving.json` of a model; None if the model has none."""
@@ -756,7 +897,9 @@ class HPS:
 
     def follow(self, *, progress: Progress | None = None) -> dict[str, Exception | None]:
         """Deploy the versions of the documents that `read_documents` has read. Returns as `poll`."""
-        return self._reconciler.reconcile(progress, documents_only=True)
+        outcome = self._reconciler.reconcile(progress, documents_only=True)
+        self.rollouts.follow_documents()
+        return outcome
 
     def undeploy(self, model_name: str, version: str | None = None) -> None:
         """Take a model out of service and free its caches and its tables in the hash map; Redis and RocksDB keep theirs.
@@ -767,7 +910,7 @@ class HPS:
 
         Args:
             version: take only this version out of service. If it serves, the highest of the others takes over; if the model is
-                pinned to it, the pin ends.
+                pinned to it, the pin ends. One that is kept for a roll-back is dropped with its rows in all databases.
 
         Raises:
             UnknownModelError: no model of this name is deployed.
@@ -802,7 +945,9 @@ class HPS:
         Raises:
             ModelFileError: the models cannot be listed.
         """
-        return self._reconciler.reconcile(progress)
+        outcome = self._reconciler.reconcile(progress)
+        self.rollouts.follow_documents()
+        return outcome
 
     @retry_after_takeover
     def refresh(self, model_name: str, share: float | None = None) -> dict[str, RefreshReport]:
@@ -867,7 +1012,11 @@ class HPS:
             A sentence for each violation, and for what was not checked in time. Concurrent changes may be reported.
         """
         self._require_open()
-        return self._reconciler.check_integrity() + check_tiers(self.live, timeout_s, self.checked)
+        return (
+            self._reconciler.check_integrity()
+            + self.rollouts.check_integrity()
+            + check_tiers(self.live, timeout_s, self.checked)
+        )
 
     def drain(self, timeout_s: float = 10.0) -> bool:
         """Wait for background insertions and promotions; return False on timeout."""
@@ -885,6 +1034,8 @@ class HPS:
                 return
             deployments = self.live.close(timeout_s)
             self.closed = True
+            self.rollouts.close()
+            self._routed.close()
             self.statistics.close()
             if self._recorder is not None:
                 self._recorder.close()
@@ -944,6 +1095,15 @@ class HPS:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _mode_of(name: str, canary: float | None, shadow: float | None) -> tuple[RolloutMode, float | None]:
+    if (canary is None) == (shadow is None):
+        got = "both" if canary is not None else "none"
+        raise InvalidInputError(
+            f"deploying model {name!r}: got {got} of canary and shadow, expected one, with a share such as 0.05"
+        )
+    return ("canary", canary) if shadow is None else ("shadow", shadow)
 
 
 def _named(

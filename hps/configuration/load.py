@@ -84,6 +84,7 @@ _SECRETS = {
     ("volatile_db", "password"): "HPS_REDIS_PASSWORD",
     ("volatile_db", "sentinel_password"): "HPS_SENTINEL_PASSWORD",
     ("update_source", "password"): "HPS_UPDATE_PASSWORD",
+    ("model_source", "azure_connection_string"): "HPS_AZURE_CONNECTION_STRING",
     ("model_source", "peers", "token"): "HPS_PEERS_TOKEN",
 }
 _OTLP = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable
@@ -95,8 +96,9 @@ def load_configuration(source: Source) -> Configuration:
     """Read and check a configuration, and log its notices.
 
     The environment variables `HPS_BEARER_TOKEN`, `HPS_ADMIN_TOKEN`, `HPS_REDIS_PASSWORD`, `HPS_SENTINEL_PASSWORD`,
-    `HPS_UPDATE_PASSWORD` and `HPS_PEERS_TOKEN`, if not empty, replace `service.bearer_token`, `service.admin_token`,
-    `volatile_db.password`, `volatile_db.sentinel_password`, `update_source.password` and `model_source.peers.token`.
+    `HPS_UPDATE_PASSWORD`, `HPS_AZURE_CONNECTION_STRING` and `HPS_PEERS_TOKEN`, if not empty, replace `service.bearer_token`,
+    `service.admin_token`, `volatile_db.password`, `volatile_db.sentinel_password`, `update_source.password`,
+    `model_source.azure_connection_string` and `model_source.peers.token`.
     `HPS_SHARD`, such as `1/4`, is the `shard` of every model without one; in `<pod>-<ordinal>/4` the index is the remainder of
     the ordinal. Keys without effect and settings that are not implemented are logged by `hps.configuration.load`. If that
     logger has no handler yet, the notices of a `Configuration` are logged when it is used later and there is a handler.

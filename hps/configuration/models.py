@@ -26,6 +26,8 @@ from pydantic import (
     model_validator,
 )
 
+from hps.configuration.canary import CanaryConfig
+from hps.configuration.checks import Checks, ChecksConfig
 from hps.configuration.fields import (
     INT32_MAX,
     UINT64_MAX,
@@ -55,7 +57,8 @@ from hps.configuration.fields import (
 )
 from hps.configuration.networks import DenseConfig
 from hps.configuration.tiers import ModelSourceConfig, PersistentDbConfig, Section, UpdateSourceConfig, VolatileDbConfig
-from hps.ground.registry import IMPLEMENTATIONS, can_follow_updates
+from hps.configuration.transforms import TransformConfig
+from hps.ground.registry import IMPLEMENTATIONS, has_capability
 from hps.ground.shares import MOST_SHARES, TableShare
 from hps.types import ROW_DTYPES, TableSpec
 
@@ -247,7 +250,9 @@ _COUNTED = {  # lists with an element per table: noun of an element
     "embedding_vecsize_per_table": "width",
     "maxnum_catfeature_query_per_table_per_sample": "maximum",
     "row_dtype": "row format",
+    "row_ttl_s": "lifetime",
 }
+_OF_ALL_TABLES = ("row_dtype", "row_ttl_s")  # a single value is every table's
 
 
 def _fit_default_values(value: Any, info: ValidationInfo) -> Any:
@@ -310,6 +315,10 @@ class ModelConfig(Section):
     ] = Field(default_factory=VersionPolicy)
     keep_versions: NonNegative = 1
     max_nonfinite_rows: NonNegative = 0
+    checks: Checks = Field(default_factory=ChecksConfig)
+    canary: CanaryConfig = Field(default_factory=CanaryConfig)
+    row_ttl_s: ListOf[Seconds] = Field(default_factory=lambda data: (0.0,) * len(data["sparse_files"]))
+    row_ttl_files: Flag = False
     shard: Annotated[ShardConfig | None, BeforeValidator(_read_shard)] = None
 
     workspace_timeout_s: Timeout = 1.0
@@ -318,6 +327,7 @@ class ModelConfig(Section):
     index_on_device: Flag = False
     device_sharing: DeviceSharingChoice = "replicate"
     dense: DenseConfig | None = None
+    transform: TransformConfig | None = None
 
     dense_file: Ignored = None
     network_file: Ignored = None
@@ -371,9 +381,9 @@ class ModelConfig(Section):
     def _check_count(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         files = info.data.get("sparse_files")
         text = None
-        if info.field_name == "row_dtype" and isinstance(value, str):
+        if info.field_name in _OF_ALL_TABLES and isinstance(value, str | int | float):
             value = [value]
-        if info.field_name == "row_dtype" and files is not None and type(value) is list and len(value) == 1:
+        if info.field_name in _OF_ALL_TABLES and files is not None and type(value) is list and len(value) == 1:
             value = value * len(files)
         if files is not None and isinstance(value, list | tuple) and len(value) != len(files):
             what = _COUNTED[str(info.field_name)]
@@ -395,6 +405,13 @@ class ModelConfig(Section):
                 f"got {max(value)} keys a sample and {batch} samples (max_batch_size), {keys} keys in one lookup; "
                 f"expected at most {INT32_MAX}"
             )
+        return value
+
+    @field_validator("row_ttl_files")
+    @classmethod
+    def _check_row_ttl_files(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("embedding_cache_type") == "static":
+            raise problem("got true with embedding_cache_type static, whose cache holds every row; expected another type")
         return value
 
     @field_validator("device_sharing")
@@ -514,17 +531,33 @@ def _unshareable(model: ModelConfig, others: dict[str, Any]) -> str:
     )
 
 
-def _unfollowable(tiers: list[Any]) -> str:
-    """Return why no database can store the updates of a log; empty if one can. `tiers`: `persistent_db`, then `volatile_db`."""
+def _unwritable(tiers: list[Any], capability: Literal["OrderedWrites", "AgingRows"]) -> str:
+    """Return why no database has a capability of online changes; empty if one has.
+
+    Args:
+        tiers: `persistent_db`, then `volatile_db`.
+    """
     authority = next((tier for tier in tiers if tier.type != "disabled"), None)
     if authority is None:
-        return "there is no database to keep the updates; configure volatile_db or persistent_db"
+        return "there is no database to keep online changes; configure volatile_db or persistent_db"
     title = authority.model_config["title"]
     if getattr(authority, "read_only", False):
-        return f"{title}.read_only does not allow writing them; set it to false"
-    if not can_follow_updates(authority.type):
-        return f"databases of type {authority.type} keep no order of updates ({title}); configure another type"
+        return f"{title}.read_only does not allow online changes; set it to false"
+    if not has_capability(authority.type, capability):
+        what = "order of updates" if capability == "OrderedWrites" else "times of rows"
+        return f"databases of type {authority.type} keep no {what} ({title}); configure another type"
     return ""
+
+
+def _unageable(model: ModelConfig, others: dict[str, Any]) -> str:
+    """Return why the rows of a model cannot age; empty if they can."""
+    tiers = [others[key] for key in ("persistent_db", "volatile_db") if key in others]
+    if not any(model.row_ttl_s) or len(tiers) < 2:  # one is wrong
+        return ""
+    if tiers[0].type == "disabled" and model.embedding_cache_type in ("static", "uvm"):  # has its own hash map
+        return ""
+    text = _unwritable(tiers, "AgingRows")
+    return f"model {model.model}: got row_ttl_s, but {text}" if text else ""
 
 
 def _repeated(values: Sequence[Any]) -> str | None:
@@ -584,7 +617,7 @@ class Configuration(Section):
     @classmethod
     def _require_ordered_database(cls, value: UpdateSourceConfig, info: ValidationInfo) -> UpdateSourceConfig:
         tiers = [info.data[key] for key in ("persistent_db", "volatile_db") if key in info.data]  # without those that are wrong
-        if value.type != "null" and len(tiers) == 2 and (text := _unfollowable(tiers)):
+        if value.type != "null" and len(tiers) == 2 and (text := _unwritable(tiers, "OrderedWrites")):
             raise problem(f"got {value.type}, but {text}; set update_source.type to null if there are no updates")
         return value
 
@@ -593,8 +626,9 @@ class Configuration(Section):
     def _require_models(cls, value: tuple[ModelConfig, ...], info: ValidationInfo) -> tuple[ModelConfig, ...]:
         if not value and not info.data.get("model_repository"):
             raise problem("got none, expected at least one model, or a model_repository")
-        if texts := [text for model in value if (text := _unshareable(model, info.data))]:
-            raise problem(texts[0])
+        for model in value:
+            if text := _unshareable(model, info.data) or _unageable(model, info.data):
+                raise problem(text)
         names = {"*", *(model.model for model in value)}
         service = info.data.get("service")
         if service and not info.data.get("model_repository") and (others := set(service.load_models) - names):

@@ -258,6 +258,7 @@ class DenseConfig(Section):
     inputs: Annotated[dict[InputName, NetworkInputConfig], BeforeValidator(_inputs)]
     outputs: Names
     dynamic_batching: Flag = True
+    instances: Annotated[Positive, Field(le=64)] = 1
     max_queue_delay_us: Annotated[NonNegative, Field(le=1_000_000)] = 0
     refuse_nan: Flag = True
     open_timeout_s: Timeout = 120.0

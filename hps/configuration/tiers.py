@@ -272,6 +272,7 @@ class ModelSourceConfig(Section):
     parallel_reads: Annotated[Integer, Field(ge=1, le=64)] = 8
     s3_endpoint_url: Endpoint = ""
     gcs_endpoint_url: Endpoint = ""
+    azure_connection_string: Secret = ""
     trust: Flag = False
     peers: PeersConfig | None = None
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from hps.engine.circuit_breaker import CircuitBreaker
 from hps.engine.fences import TableFence
 from hps.engine.misplaced import refuse_misplaced
-from hps.errors import DatabaseError, InvalidInputError, NotReadyError, UnknownTableError
+from hps.errors import DatabaseError, InvalidInputError, NotReadyError, ReadOnlyError, UnknownTableError
 from hps.ground.memory.host_tables import HostTable
 from hps.ground.rows import decode, encode
 from hps.ground.threads.thread_pool import POOL
@@ -21,8 +21,10 @@ from hps.ground.threads.workers import WorkQueue
 from hps.statistics.metrics import TIERS, Metrics
 from hps.statistics.tracing import current, ended
 from hps.stores.base import (
+    AgingRows,
     Database,
     DeviceReadable,
+    ExpiredRows,
     LogPosition,
     OrderedWrites,
     Partition,
@@ -30,7 +32,7 @@ from hps.stores.base import (
     RowChanges,
     SharedDatabase,
 )
-from hps.types import BoolArray, FloatArray, KeyArray, RowArray, TableSpec
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, RowArray, TableSpec
 
 _log = logging.getLogger(__name__)
 _PROMOTION_QUEUE_LENGTH = 64
@@ -200,6 +202,13 @@ class _FinalRows:
             self._landed(self._rows, self._found.size)
 
 
+class _HiddenRows(NamedTuple):
+    """Rows that are about to be removed, but for those with a later change."""
+
+    keys: KeyArray | None  # ascending; None for all of the table
+    sequence: int
+
+
 class DatabaseChain:
     """Fetches from the volatile, then from the persistent database. *Thread-safe.*
 
@@ -253,6 +262,8 @@ class DatabaseChain:
         self._fences: dict[str, TableFence] = {}
         self._quarantined: set[str] = set()  # tags
         self.failed_above = False
+        self._hidden: dict[str, dict[object, _HiddenRows]] = {}  # by tag and by who hides them; replaced, never changed
+        self._hiding = threading.Lock()
         self._recorded: set[str] = set()  # tags whose quarantine the persistent database has on record
         self._healing = threading.Lock()
         self._promotions = (
@@ -389,6 +400,7 @@ class DatabaseChain:
             self._unopened.discard(table.tag)
             self._quarantined.discard(table.tag)
             self._recorded.discard(table.tag)
+            self._hidden.pop(table.tag, None)
             with suppress(KeyError):
                 self.metrics.table_quarantined.remove(table.tag)
 
@@ -488,9 +500,13 @@ class DatabaseChain:
             if final:
                 final.absent_is_final = last
             exact: FloatArray | None = np.empty((keys.size, table.dim), np.float32) if tier.is_exact(table) else None
+            hidden = self._hidden.get(table.tag)
+            read = found.copy() if hidden else found
             began = perf_counter_ns()
-            fetched = final.fetched if final and exact is None else None
+            fetched = final.fetched if final and exact is None and hidden is None else None
             error = tier.fetch(table, keys, out, found, missing=before, open_lost=not last, fetched=fetched, exact=exact)
+            for rows in hidden.values() if hidden else ():
+                self._leave_out_hidden(table, rows, keys, found, ~read)
             spent = ended(tier.name, table.table_name, began, before) - began
             after = keys.size - int(np.count_nonzero(found))
             self._count(table, tier, before - after, 0 if error else after, spent)
@@ -525,6 +541,8 @@ class DatabaseChain:
                 continue
             exact: FloatArray | None = np.empty((1, table.dim), np.float32) if tier.is_exact(table) else None
             error = tier.fetch(table, key, out, found, missing=1, open_lost=False, exact=exact)
+            for rows in self._hidden.get(table.tag, {}).values() if found[0] else ():
+                self._leave_out_hidden(table, rows, key, found, found.copy())
             if found[0]:
                 return tier.name
             if error and tier is self._tiers[-1]:
@@ -638,6 +656,138 @@ class DatabaseChain:
 
         self._modify(table, changes.keys, write, finish, changing)
         return latest[0]
+
+    def order_by_time(self, table: TableSpec) -> None:
+        """Let the authoritative database keep the times of a table's changes; see `AgingRows.order_by_time`.
+
+        Raises:
+            DatabaseError: there is no such database, or it cannot, or is read-only.
+        """
+        self._aging(table).order_by_time(self._tiers[-1].tag(table))
+
+    def changed_rows(self, table: TableSpec) -> Iterator[tuple[KeyArray, IndexArray]]:
+        """Read all changes of a table that the authoritative database remembers; see `AgingRows.changed_rows_of`."""
+        return self._aging(table).changed_rows_of(self._tiers[-1].tag(table))
+
+    def expire(
+        self,
+        table: TableSpec,
+        keys: KeyArray,
+        sequence: int,
+        then: Callable[[KeyArray, bool], None],
+        changing: AbstractContextManager[object] | None = None,
+        *,
+        loaded: bool = False,
+    ) -> ExpiredRows:
+        """Remove rows from every database whose last change has at most this sequence; the authoritative one decides.
+
+        Args:
+            loaded: as for `AgingRows.expire`.
+            then: called last, before fills of an upper tier continue, with the keys to erase from the embedding caches, and
+                whether these are known to be removed: after a failure they may remain.
+            changing: as for `insert`.
+
+        Raises:
+            DatabaseError: the authoritative database failed; each row remains or is removed.
+        """
+        aging, expired = self._aging(table), list[ExpiredRows]()
+
+        def write(tier: _Tier) -> None:
+            if tier is self._tiers[-1]:
+                expired.append(aging.expire(tier.tag(table), keys, sequence, loaded=loaded))
+            elif (gone := keys[~expired[0].kept]).size:
+                tier.database.delete(tier.tag(table), gone)
+
+        def finish(written: bool) -> None:
+            then(keys[~expired[0].kept] if written else keys, written)
+
+        self._modify(table, keys, write, finish, changing)
+        return expired[0]
+
+    def hide(
+        self,
+        table: TableSpec,
+        owner: object,
+        keys: KeyArray | None,
+        fresh: KeyArray,
+        sequence: int,
+        then: Callable[[], None],
+        changing: AbstractContextManager[object] | None = None,
+    ) -> bool:
+        """Answer rows as absent whose last change has at most this sequence, until they are removed or `show` is called.
+
+        Args:
+            owner: who hides them, for `show`.
+            keys: all keys to hide, ascending; replaces those of this owner before. None: all rows of the table, which may be
+                those that only a load wrote.
+            fresh: those of them that were not hidden before.
+            then: drops the fresh ones from the embedding caches.
+            changing: as for `insert`.
+
+        Returns:
+            False if a device may read them in place.
+
+        Raises:
+            DatabaseError: earlier work on the table did not end in time.
+        """
+        if changing is not None and self._in_place is not None and (keys is None or self._in_place is self._tiers[-1]):
+            return False
+        with self._fences[table.tag].modifying(self._modification_timeout_s), changing or nullcontext():
+            with self._hiding:
+                self._hidden[table.tag] = self._hidden.get(table.tag, {}) | {owner: _HiddenRows(keys, sequence)}
+            upper = self._volatile if self._persistent and table.tag not in self._quarantined | self._unopened else None
+            if upper and fresh.size and upper.attempt(table, lambda: upper.database.delete(upper.tag(table), fresh)):
+                self._quarantine(table)
+            then()
+        return True
+
+    def show(self, table: TableSpec, owner: object) -> None:
+        """Hide no rows of a table for this owner: all were removed, or nobody looks them up."""
+        with self._hiding:
+            hidden = {other: rows for other, rows in self._hidden.get(table.tag, {}).items() if other is not owner}
+            if hidden:
+                self._hidden[table.tag] = hidden
+            else:
+                self._hidden.pop(table.tag, None)
+
+    def last_changes(self, table: TableSpec, keys: KeyArray) -> IndexArray:
+        """Read the sequences of the last changes of keys from the authoritative database; see `AgingRows.last_changes`."""
+        return self._aging(table).last_changes(self._tiers[-1].tag(table), keys)
+
+    def stored_keys(self, table: TableSpec, chunk_rows: int) -> Iterator[KeyArray]:
+        """Read the keys of all rows in the authoritative database, in chunks, in any order; see `Database.scan`."""
+        for keys, _ in self._tiers[-1].database.scan(self._tiers[-1].tag(table), chunk_rows):
+            yield keys
+
+    def _leave_out_hidden(
+        self, table: TableSpec, hidden: _HiddenRows, keys: KeyArray, found: BoolArray, among: BoolArray
+    ) -> None:
+        """Unmark found rows that are hidden.
+
+        Args:
+            among: (n,), rows to consider.
+
+        Raises:
+            DatabaseError: the authoritative database failed.
+        """
+        doubtful = np.flatnonzero(found & among)
+        if hidden.keys is not None:
+            place = np.minimum(np.searchsorted(hidden.keys, keys[doubtful]), hidden.keys.size - 1)
+            doubtful = doubtful[hidden.keys[place] == keys[doubtful]]
+        if doubtful.size:
+            distinct, back = np.unique(keys[doubtful], return_inverse=True)
+            last = self.last_changes(table, distinct)
+            found[doubtful[last[back] <= hidden.sequence]] = False
+
+    def _aging(self, table: TableSpec) -> AgingRows:
+        if not self._tiers or not isinstance(authority := self._tiers[-1].database, AgingRows):
+            kind = self._tiers[-1].database.kind if self._tiers else "none"
+            raise DatabaseError(
+                f"removing old rows of table {table.tag}: databases of type {kind} do not keep the times of rows"
+            )
+        if authority.read_only:
+            raise ReadOnlyError(f"removing old rows of table {table.tag}: the database is read-only (persistent_db.read_only)")
+        return authority
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for queued promotions; return False on timeout."""

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from hps.cache.base import CacheLookup, EmbeddingCache, GraphPart, GraphParts, LookupGraph, MissedKeys
+from hps.engine.aging import RowAging
 from hps.engine.chain import DatabaseChain
 from hps.engine.coalescing import FetchCoalescer
 from hps.engine.misplaced import refuse_misplaced
@@ -42,6 +43,9 @@ class Session(Protocol):
 
     lost: bool
     """True once a lookup found its device lost."""
+
+    aging: RowAging | None
+    """Removes expired rows from the tiers; None if no table ages."""
 
     @property
     def refuses(self) -> str:
@@ -111,8 +115,10 @@ class Session(Protocol):
             DatabaseError: as for `lookup`; part of the keys may have become resident.
         """
 
-    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        """Return True if a key, (1,) int64, is cached, and write its vector to `out`. Fetches and counts nothing.
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        """Return which keys, (n,) int64, are cached, and write their vectors to `out`. Fetches and counts nothing.
+
+        Of several keys, none counts as cached if a table in host memory answers one of them.
 
         Raises:
             WorkspaceTimeoutError, NotReadyError: as for `lookup`.
@@ -158,7 +164,10 @@ class SessionSettings:
 class RecordedLookup:
     """A lookup of fixed tensors captured in a CUDA graph; each launch is counted. *One per thread.*"""
 
-    def __init__(self, graph: LookupGraph, batch: Batch, stream_ordered: StreamOrderedLookups) -> None:
+    def __init__(
+        self, graph: LookupGraph, batch: Batch, stream_ordered: StreamOrderedLookups, sweep_if_late: Callable[[], None]
+    ) -> None:
+        self._sweep_if_late = sweep_if_late
         self._graph = graph
         self._batch = batch
         self._stream_ordered = stream_ordered
@@ -167,8 +176,9 @@ class RecordedLookup:
         """Launch the graph on the current stream of the keys' framework.
 
         Raises:
-            DatabaseError: keys of an earlier launch could not be read.
+            DatabaseError: keys of an earlier launch could not be read, or expired rows not be removed.
         """
+        self._sweep_if_late()
         self._stream_ordered.check(self._batch)
         self._graph.launch()
         self._stream_ordered.count(self._batch)
@@ -204,12 +214,14 @@ class GraphLookups:
         check: Callable[[Batch], None],
         count: Callable[[GraphKeys], None],
         forget_misses: Callable[[], None],
+        is_late: Callable[[], bool],
     ) -> None:
         self.order = part.order
         self._part = part
         self._check = check
         self._count = count
         self._forget_misses = forget_misses
+        self._is_late = is_late
 
     def prepare(self, batch: Batch) -> None:
         """See `GraphPart.prepare`. Raises TooManyKeysError, too: a table has more keys than its `max_keys`."""
@@ -234,7 +246,7 @@ class GraphLookups:
             keys: by table, keys that count.
             launched: by table, keys that were looked up: also those that fill a batch up.
         """
-        if (absent := self._part.absent()) is None:
+        if (absent := self._part.absent()) is None or self._is_late():
             return False
         found = {table: n * keys[table] // launched[table] for table, n in absent.items() if n}
         self._count(GraphKeys(keys, found, self._part.counts))
@@ -242,10 +254,11 @@ class GraphLookups:
 
 
 class _TableLimits:
-    """Tables of a session with their limits on keys."""
+    """Tables of a session with their limits on keys and the age of their rows."""
 
     def __init__(self, tables: Sequence[TableSpec]) -> None:
         self.tables = tuple(tables)
+        self.aging: RowAging | None = None
         self._max_keys = [table.max_keys for table in self.tables]
 
     def check(self, batch: Batch) -> None:
@@ -260,6 +273,15 @@ class _TableLimits:
                 )
         if batch.kept:
             batch.checked = self
+
+    def is_late(self) -> bool:
+        """Return whether the removal of expired rows is overdue, so that tiers must not answer."""
+        return self.aging is not None and time.time_ns() > self.aging.valid_until_ns
+
+    def sweep_if_late(self) -> None:
+        """Remove expired rows if that is overdue. Raises DatabaseError: as `RowAging.catch_up`."""
+        if self.is_late() and self.aging is not None:
+            self.aging.catch_up()
 
 
 class CachedSession(_TableLimits):
@@ -334,6 +356,8 @@ class CachedSession(_TableLimits):
 
     def run(self, batch: Batch, began_ns: int = 0, *, wait: bool = True) -> None:
         start = perf_counter_ns()
+        if self.aging is not None:
+            self.sweep_if_late()
         if batch.checked is not self:
             self.check(batch)
         if not wait:
@@ -432,12 +456,14 @@ class CachedSession(_TableLimits):
     def record(self, batch: Batch) -> RecordedLookup:
         self.check(batch)
         self._stream_ordered.check(batch)
-        return RecordedLookup(self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered)
+        return RecordedLookup(
+            self._stream_ordered.record(batch, self._enqueue), batch, self._stream_ordered, self.sweep_if_late
+        )
 
     def graph_lookups(self) -> GraphLookups | None:
         if not isinstance(self.cache, GraphParts):
             return None
-        return GraphLookups(self.cache.graph_part(), self.check, self._count_graph, self._stream_ordered.forget)
+        return GraphLookups(self.cache.graph_part(), self.check, self._count_graph, self._stream_ordered.forget, self.is_late)
 
     def _count_graph(self, counted: GraphKeys) -> None:
         keys, absent = counted.keys, counted.absent
@@ -464,19 +490,20 @@ class CachedSession(_TableLimits):
         starts = range(0, keys.size, _PREFETCH_ROWS)
         return sum(int(np.count_nonzero(self._fill(table, keys[start : start + _PREFETCH_ROWS]))) for start in starts)
 
-    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        found = np.zeros(1, np.bool_)
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        self.sweep_if_late()
+        found = np.zeros(keys.size, np.bool_)
         lookup = self._lookups.take()
         try:
-            lookup.query(Batch.of(table, key, out, found))
-            linked = any(lookup.linked)  # read from host memory: it was not resident
+            lookup.query(Batch.of(table, keys, out, found))
+            linked = any(lookup.linked)  # read from host memory: not all were resident
             lookup.finish()
         except DeviceError as error:
             self._continue_without_device(error)
-            return False
+            linked = True
         finally:
             self._lookups.give_back(lookup)
-        return bool(found[0]) and not linked
+        return np.zeros_like(found) if linked else found
 
     def drain(self, timeout_s: float) -> bool:
         return self._inserts.drain(timeout_s)
@@ -684,6 +711,8 @@ class DirectSession(_TableLimits):
 
     def run(self, batch: Batch, began_ns: int = 0, *, wait: bool = True) -> None:
         start = perf_counter_ns()
+        if self.aging is not None:
+            self.sweep_if_late()
         if not wait:
             raise self._refusal()
         if batch.checked is not self:
@@ -785,8 +814,9 @@ class DirectSession(_TableLimits):
                 )
         return fetched
 
-    def resident(self, table: int, key: KeyArray, out: FloatArray) -> bool:
-        return False
+    def resident(self, table: int, keys: KeyArray, out: FloatArray) -> BoolArray:
+        self.sweep_if_late()  # callers read the databases next
+        return np.zeros(keys.size, np.bool_)
 
     def _refusal(self) -> InvalidInputError:
         return InvalidInputError(

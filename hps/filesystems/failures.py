@@ -1,4 +1,4 @@
-"""Tables of what the errors of S3, Google Cloud Storage and HDFS mean, and the function that reads them.
+"""Tables of what the errors of S3, Google Cloud Storage, Azure and HDFS mean, and the function that reads them.
 
 An error becomes a line: an HTTP answer as `HTTP 403 AccessDenied`, an exception as the names of its classes. So the tables need
 no client library.
@@ -147,6 +147,37 @@ GCS_MEANINGS = (
         "{cause}; check that the host's certificate is valid and that its issuer is known here",
     ),
     Meaning("", ModelSourceError, "{cause}; check that the host is right, runs and can be reached from here"),
+)
+
+_AZURE_CREDENTIALS = (
+    "set model_source.azure_connection_string (HPS_AZURE_CONNECTION_STRING), or install azure-identity and run `az login`, or "
+    "give this machine a managed identity"
+)
+
+# https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes
+AZURE_MEANINGS = (
+    Meaning(
+        r"^HTTP (408|429|5\d\d) ",
+        ModelSourceError,
+        "{endpoint} failed ({answer}); check that it runs and is not overloaded",
+    ),
+    Meaning(
+        r" Container(NotFound|BeingDeleted)",
+        ModelFileNotFoundError,
+        "there is no bucket {bucket!r} (a container) at {endpoint}; check name and account",
+    ),
+    Meaning(r"^HTTP 404 ", ModelFileNotFoundError, "there is no such object in bucket {bucket!r}"),
+    Meaning(
+        r"^HTTP 403 AuthorizationPermissionMismatch",
+        ModelFileError,
+        "not allowed ({answer}); give the identity the role Storage Blob Data Reader, to write Storage Blob Data Contributor",
+    ),
+    Meaning(r"^HTTP (401|403) ", ModelFileError, f"not allowed ({{answer}}); {_AZURE_CREDENTIALS}"),
+    Meaning(r" BlobArchived", ModelFileError, "the blob is archived ({answer}); rehydrate it first"),
+    Meaning(r"^HTTP ", ModelFileError, "refused ({answer}); see the error codes of Azure Blob Storage"),
+    Meaning("ClientAuthenticationError|CredentialUnavailable", ModelFileError, f"no token ({{cause}}); {_AZURE_CREDENTIALS}"),
+    Meaning("ValueError", ModelFileError, "the client cannot send the request ({cause}); check the connection string"),
+    Meaning("", ModelSourceError, "{endpoint} cannot be reached, or broke off ({cause}); check the account and the network"),
 )
 
 _ADDRESS = "check that host and port are those of the NameNode's RPC (8020 by default, not its web page), and that it runs"

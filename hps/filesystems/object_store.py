@@ -1,4 +1,4 @@
-"""The common part of S3 and Google Cloud Storage: directories as prefixes, reads of ranges, retries."""
+"""The common part of S3, Google Cloud Storage and Azure: directories as prefixes, reads of ranges, retries."""
 
 import re
 import threading
@@ -12,7 +12,7 @@ from hps.errors import ModelFileChangedError, ModelFileError, ModelFileNotFoundE
 from hps.filesystems.base import FileStatus, FileSystem, FileWriter, changed, too_short
 from hps.filesystems.retries import MOST_THREADS, ReadTarget, bounded, fill, retried, share
 
-_PAGE_NAMES = 1000  # the limit of both services
+_PAGE_NAMES = 1000  # the limit of S3 and GCS
 _MOST_PAGES = 100
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class ObjectAddress:
     Attributes:
         uri: as given; without secrets.
         key: object name, decoded, without trailing slashes; empty for the bucket itself.
-        region: region in the address, if any.
+        region: region in the address, if any; of Azure the account.
     """
 
     uri: str

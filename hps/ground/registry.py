@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hps.errors import ConfigError, HPSError, MissingDependencyError
 
@@ -66,6 +66,10 @@ IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
         "s3": BuiltIn("hps.filesystems.s3:S3FileSystem"),
         "s3a": BuiltIn("hps.filesystems.s3:S3FileSystem"),
         "gs": BuiltIn("hps.filesystems.gcs:GcsFileSystem", install_hint("gcs")),
+        **{
+            scheme: BuiltIn("hps.filesystems.azure:AzureFileSystem", install_hint("azure"))
+            for scheme in ("abfs", "abfss", "az", "wasb", "wasbs")
+        },
     },
     "update_log": {
         "kafka_message_queue": BuiltIn(
@@ -90,6 +94,9 @@ IMPLEMENTATIONS: dict[str, dict[str, BuiltIn]] = {
         "int32_keys": BuiltIn("hps.models.formats.raw_dumps:Int32Keys"),
         "torcheasyrec": BuiltIn("hps.models.formats.numpy_files:NpzShards"),
         "torcheasyrec_delta": BuiltIn("hps.models.formats.parquet:DeltaParquet", install_hint("import")),
+    },
+    "transform": {
+        "fnv1a": BuiltIn("hps.tensors.strings:hash_texts"),
     },
     "network": {
         "pt2": BuiltIn("hps.networks.torch_networks:ExportedProgram", install_hint("torch")),
@@ -151,11 +158,11 @@ def section_of(database: Any) -> str:
     return "persistent_db" if database.persistent else "volatile_db"
 
 
-def can_follow_updates(database: str) -> bool:
-    """Return True if databases of a type can follow a log of updates. All built-in ones can, and are not imported."""
+def has_capability(database: str, capability: Literal["OrderedWrites", "AgingRows"]) -> bool:
+    """Return True if databases of a type have a capability of `stores/base.py`. All built-in ones do, and are not imported."""
     if database in IMPLEMENTATIONS["database"]:
         return True
-    return issubclass(implementation("database", database), _attribute("hps.stores.base:OrderedWrites"))
+    return issubclass(implementation("database", database), _attribute(f"hps.stores.base:{capability}"))
 
 
 @cache
@@ -185,6 +192,8 @@ def _from_package(kind: str, name: str) -> Any:
         raise MissingDependencyError(f"{place} cannot be imported: {error}; install what the package needs") from error
     except Exception as error:
         raise ConfigError(place, [f"cannot be imported: {error!r}; install a version that works"]) from error
+    if kind not in _BASES:  # functions
+        return found
     base = _attribute(_BASES[kind])
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(place, [f"got {found!r}, expected a subclass of {_BASES[kind]}"])

@@ -1,7 +1,8 @@
 """`version.json`: the content of a version of a model, with checks for a complete copy.
 
-{"delta_of": "1", "note": "hourly", "step": 1300, "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...},
- "updates": {"item": {"0": "8123", "1": "7990"}}, "dense": {"format": "pt2", "file": "dense.pt2", ...}}
+{"delta_of": "1", "note": "hourly", "step": 1300, "written_at_us": 1764590000000000,
+ "files": {"item/key": {"size_bytes": 8000, "crc32": "0a1b2c3d"}, ...}, "updates": {"item": {"0": "8123", "1": "7990"}},
+ "dense": {"format": "pt2", "file": "dense.pt2", ...}}
 """
 
 import json
@@ -49,6 +50,7 @@ class VersionManifest(pydantic.BaseModel):
         delta_of: the version that this one changes; empty for a complete version.
         note: any text.
         step: training step of the rows, if known; `hps import --delta-of` continues after it.
+        written_at_us: time of the rows in microseconds since 1970, from which they age with `row_ttl_files`; None if unknown.
         files: checks by path relative to the version's directory.
         updates: by directory of a table relative to the version's, the position of the last message that the files contain in
             each partition of the log of updates. A partition is its number, or `<topic>/<number>`.
@@ -60,6 +62,7 @@ class VersionManifest(pydantic.BaseModel):
     delta_of: str = pydantic.Field(default="", pattern=rf"^({VERSION.pattern})?$")
     note: str = ""
     step: int | None = pydantic.Field(default=None, ge=0)
+    written_at_us: int | None = pydantic.Field(default=None, ge=1, le=2**62)
     files: Mapping[str, FileCheck] = {}
     updates: Mapping[str, Mapping[_Partition, _Position]] = {}
     dense: DenseConfig | None = None
@@ -82,7 +85,8 @@ class VersionManifest(pydantic.BaseModel):
 
     def encoded(self) -> bytes:
         """Return the content of the file. Older servers know fewer keys, so those without a value are left out."""
-        described = self.model_dump(mode="json", exclude={"dense", *(() if self.step is not None else ("step",))})
+        unknown = (name for name in ("step", "written_at_us") if getattr(self, name) is None)
+        described = self.model_dump(mode="json", exclude={"dense", *unknown})
         if self.dense is not None:
             described["dense"] = self.dense.model_dump(mode="json", exclude_defaults=True)
         return json.dumps(described, indent=1).encode()
@@ -102,7 +106,9 @@ def read_manifest(place: str, sources: ModelSources) -> VersionManifest | None:
         return VersionManifest.model_validate(content)
     except pydantic.ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, detail['loc'])) or 'it'}: {detail['msg']}" for detail in error.errors())
-        raise ModelFileError(f"reading {path}: {problems}; write delta_of, note, step, files, updates, dense") from error
+        raise ModelFileError(
+            f"reading {path}: {problems}; write delta_of, note, step, written_at_us, files, updates, dense"
+        ) from error
 
 
 def within(directory: str, name: str) -> str:

@@ -14,7 +14,15 @@ from hps.models.manifest import FileCheck
 from hps.models.sources import ModelSources
 from hps.networks.base import Network
 
-_NOT_OF_CONTENT = {"dynamic_batching", "max_queue_delay_us", "refuse_nan", "open_timeout_s", "stale_copies", "allow_stale_copy"}
+_NOT_OF_CONTENT = {
+    "dynamic_batching",
+    "instances",
+    "max_queue_delay_us",
+    "refuse_nan",
+    "open_timeout_s",
+    "stale_copies",
+    "allow_stale_copy",
+}
 
 
 @dataclass(frozen=True)

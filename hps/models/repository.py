@@ -14,7 +14,7 @@ import logging
 import posixpath
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hps.configuration.networks import DenseConfig
@@ -134,6 +134,7 @@ class VersionFiles:
         delta_of: the version that it changes; None for a complete version.
         checks, updates: by table, from `version.json`; empty without it.
         network: its network; None if it has none, or if it is a delta and has that of its base.
+        written_at_us: time of its rows in microseconds since 1970, from `version.json`; 0 if unknown.
     """
 
     version: str
@@ -142,6 +143,7 @@ class VersionFiles:
     checks: tuple[Mapping[str, FileCheck], ...] = ()
     updates: tuple[Mapping[str, str], ...] = ()
     network: NetworkFiles | None = None
+    written_at_us: int = 0
 
 
 def version_files(
@@ -164,25 +166,28 @@ def version_files(
     if (own := manifest.dense or (None if manifest.delta_of else dense)) is not None:
         files = tuple(below(place, name) for name in own.files)
         network = NetworkFiles(own, files, tuple(map(manifest.of_file, own.files)))
-    return VersionFiles(version, places, manifest.delta_of or None, checks, updates, network)
+    written_at_us = manifest.written_at_us or 0
+    return VersionFiles(version, places, manifest.delta_of or None, checks, updates, network, written_at_us)
 
 
-def read_log_starts(sparse_files: Sequence[str], sources: ModelSources) -> tuple[Mapping[str, str], ...]:
-    """Read each table's positions in the log of updates from a `version.json` beside the tables' directories; empty without it.
+def with_log_starts(files: VersionFiles, sources: ModelSources) -> VersionFiles:
+    """Add positions in the log of updates and the time of the rows from a `version.json` beside the tables' directories.
 
     For versions whose directories are configured one by one; the rest of the file does not apply to them. A file that cannot be
     read may belong to another program, and is ignored.
     """
-    parents = {posixpath.split(place.rstrip("/"))[0] for place in sparse_files}
+    parents = {posixpath.split(place.rstrip("/"))[0] for place in files.sparse_files}
     if len(parents) != 1 or not (place := parents.pop()):
-        return ()
+        return files
     try:
         manifest = read_manifest(place, sources)
     except ModelFileError as error:
         _log.warning("position in the log of updates unknown for %s: %s", place, error)
-        return ()
-    names = [posixpath.basename(file.rstrip("/")) for file in sparse_files]
-    return () if manifest is None else tuple(map(manifest.updates_of, names))
+        return files
+    if manifest is None:
+        return files
+    names = [posixpath.basename(file.rstrip("/")) for file in files.sparse_files]
+    return replace(files, updates=tuple(map(manifest.updates_of, names)), written_at_us=manifest.written_at_us or 0)
 
 
 def table_sources(

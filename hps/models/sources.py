@@ -20,6 +20,7 @@ _HTTPS_HOSTS = {
     "amazonaws.com.cn": "s3",
     "storage.googleapis.com": "gs",
     "storage.cloud.google.com": "gs",
+    "blob.core.windows.net": "az",
 }
 
 _STORES = {"s3": ("s3", "s3_endpoint_url"), "s3a": ("s3", "s3_endpoint_url"), "gs": ("gs", "gcs_endpoint_url")}

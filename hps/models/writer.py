@@ -4,6 +4,7 @@ import ctypes
 import os
 import secrets
 import shutil
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -115,7 +116,14 @@ def write_version(
     dense = None if network is None else load_dense(network[0])
     contents = {} if network is None or dense is None else _contents(place, dense, network[1])
     try:
-        blank = VersionManifest(delta_of=delta_of, note=note, step=step, updates=updates or {}, dense=dense)
+        blank = VersionManifest(
+            delta_of=delta_of,
+            note=note,
+            step=step,
+            written_at_us=time.time_ns() // 1000,
+            updates=updates or {},
+            dense=dense,
+        )
     except pydantic.ValidationError as error:
         raise InvalidInputError(f"writing version {place}: got updates {updates}, expected positions by partition") from error
     if filesystem.exists(place):

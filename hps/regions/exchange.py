@@ -58,6 +58,8 @@ engine."""
 
 # Columns of `deployments`. The lower 8 bits of a deployment's id are its row.
 D_ID, D_TABLES, D_FIRST, D_RESIDENT, D_IN_FLIGHT, D_NS, D_DRIVER = range(7)
+ALWAYS: Final = (1 << 63) - 1
+"""Of D_RESIDENT, the time until which the loop may answer from its driver's cache: 0 never, or as `time.perf_counter_ns`."""
 D_TIMES: Final = 24
 """First of the buckets of the times of answers."""
 DEPLOYMENT_COLUMNS: Final = 64

@@ -12,6 +12,7 @@ import numpy as np
 from hps.errors import HPSError
 from hps.ground.rows import to_bfloat16, to_float16
 from hps.regions.exchange import (
+    ALWAYS,
     BASE,
     BATCHES,
     BOUND_COUNT,
@@ -161,7 +162,7 @@ class LoopState:
         self._lock = threading.Lock()
         self._segments = _Segments()
         self._rows: list[range | None] = [None] * MOST_DEPLOYMENTS  # by deployment, its rows of `tables`
-        self._resident = [False] * MOST_DEPLOYMENTS
+        self._trusted_until = [0] * MOST_DEPLOYMENTS  # see D_RESIDENT
         self._hands_over_all = False
         # Frontends post again what a dead engine left unanswered. The same id must not name another deployment by then, so each
         # engine counts from a number of its own.
@@ -203,8 +204,8 @@ class LoopState:
             deployment[D_DRIVER:] = self._seen[0][row] = 0
             deployment[D_NS] = 0
             deployment[D_TABLES], deployment[D_FIRST] = len(tables), first
-            self._resident[row] = resident is not None
-            deployment[D_RESIDENT] = int(self._resident[row] and not self._hands_over_all)
+            self._trusted_until[row] = ALWAYS if resident is not None else 0
+            deployment[D_RESIDENT] = 0 if self._hands_over_all else self._trusted_until[row]
             if resident is not None:
                 deployment[D_DRIVER : D_DRIVER + len(resident.deployment)] = resident.deployment
             store_word(deployment.ctypes.data + 8 * D_ID, deployment_id)
@@ -222,7 +223,16 @@ class LoopState:
         """Hand over every request to Python from now on, or only those that the driver's loop cannot answer."""
         with self._lock:
             self._hands_over_all = enabled
-            self.deployments[:, D_RESIDENT] = np.array(self._resident) & (not enabled)
+            self.deployments[:, D_RESIDENT] = 0 if enabled else self._trusted_until
+
+    def trust_until(self, deployment_id: int, until_ns: int) -> None:
+        """Answer from the driver's cache until then, by `time.perf_counter_ns`; afterwards hand over every request."""
+        row = deployment_id & (MOST_DEPLOYMENTS - 1)
+        with self._lock:
+            if self.deployments[row, D_ID] == deployment_id and self._trusted_until[row]:
+                self._trusted_until[row] = max(1, until_ns)
+                if not self._hands_over_all:
+                    self.deployments[row, D_RESIDENT] = self._trusted_until[row]
 
     def retire(self, deployment_id: int) -> None:
         """Refuse requests of a deployment from now on; those that were taken are answered."""

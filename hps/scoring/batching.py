@@ -5,8 +5,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hps.errors import DeadlineError, HPSError, InvalidInputError, NetworkBusyError, NetworkError, NotReadyError
 from hps.ground.threads.workers import new_thread
@@ -34,16 +35,17 @@ class ScoreCall:
 
 
 class Batcher:
-    """Scores requests of one deployment and device in batches, by one thread. *Thread-safe.*
+    """Scores requests of one deployment and device in batches, by a thread for each of its scorers. *Thread-safe.*
 
     A batch takes the waiting requests in order, up to `max_samples` and the maximum number of keys of each table. Requests with
-    other free sizes than the oldest are left to later batches. A batch starts when the previous one has ended, or, with a
-    delay, when the oldest request has waited that long or the batch is full.
+    other free sizes than the oldest are left to later batches. A batch starts when a scorer has ended its last one, or, with
+    a delay, when the oldest request has waited that long or the batch is full.
 
     If the network fails on a batch, or refuses keys that were computed for it, each request is scored alone, so that no request
     fails because of another.
 
     Args:
+        scorers: instances of the network, each with memory of its own.
         max_delay_us: how long a batch waits for more requests.
         alone: each request is a batch of its own.
     """
@@ -51,7 +53,7 @@ class Batcher:
     def __init__(
         self,
         name: str,
-        scorer: Scorer,
+        scorers: Sequence[Scorer],
         counters: ScoreCounters,
         max_samples: int,
         max_delay_us: int = 0,
@@ -59,19 +61,20 @@ class Batcher:
         alone: bool = False,
     ) -> None:
         self._name = name
-        self._scorer = scorer
+        self._scorers = tuple(scorers)
         self._counters = counters
         self._max_samples = max_samples
         self._alone = alone
         self._delay_s = max_delay_us * 1e-6
-        self._limits = scorer.signature.limits
+        self._limits = self._scorers[0].signature.limits
         self._waiting: deque[tuple[ScoreCall, float]] = deque()
         self._samples = 0
         self._changed = threading.Condition()
         self._closed = False
-        self._idle = True
-        self._thread = new_thread(f"scores-{name}", self._run)
-        self._thread.start()
+        self._idle = 0  # threads that have no batch
+        self._threads = [new_thread(f"scores-{name}", partial(self._run, scorer)) for scorer in self._scorers]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
@@ -79,16 +82,21 @@ class Batcher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a batch is under way, or requests wait."""
+        """Whether every scorer has a batch, or requests wait."""
         return not self._idle or bool(self._waiting)
 
     def refuse_if_busy(self, most_s: float) -> None:
-        """Check that the batch under way has not been in the network for too long.
+        """Check that not every scorer's batch has been in the network for too long.
 
         Raises:
-            NetworkBusyError: it has been there for more than `most_s`.
+            NetworkBusyError: each has been there for more than `most_s`.
         """
-        seconds = self._scorer.network_seconds().get(self._thread.ident or 0, 0.0)
+        seconds = min(
+            [
+                scorer.network_seconds().get(thread.ident or 0, 0.0)
+                for scorer, thread in zip(self._scorers, self._threads, strict=True)
+            ]
+        )
         if seconds > most_s:
             raise NetworkBusyError(
                 f"scoring with {self._name}: a call of its network has been under way for {seconds:.1f} s, expected at most "
@@ -119,7 +127,7 @@ class Batcher:
                 )
             self._waiting.append((call, time.monotonic()))
             self._samples += call.request.samples
-            # The thread is woken only if it sleeps without a batch, or if its batch is full: while a batch runs or a delay
+            # A thread is woken only if one sleeps without a batch, or if the batch is full: while a batch runs or a delay
             # passes, it finds the request anyway.
             if self._idle or self._samples >= self._max_samples:
                 self._changed.notify()
@@ -151,29 +159,31 @@ class Batcher:
         """Refuse further requests, and answer those that wait; False if that takes longer."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+            self._changed.notify_all()
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self) -> None:
+    def _run(self, scorer: Scorer) -> None:
         while (batch := self._next()) is not None:
             if batch:
-                self._answer(batch)
+                self._answer(scorer, batch)
             batch.clear()  # not kept while the next one is waited for
 
     def _next(self) -> list[ScoreCall] | None:
         """Take the next batch; None once it is closed and nothing waits."""
         with self._changed:
+            self._idle += 1
             while not self._waiting:
                 if self._closed:
                     return None
-                self._idle = True
                 self._changed.wait(_POLL_S)
             if self._delay_s:
                 until = self._waiting[0][1] + self._delay_s
                 while self._samples < self._max_samples and not self._closed and (left := until - time.monotonic()) > 0:
                     self._changed.wait(left)
-            self._idle = False
+            self._idle -= 1
             batch: list[ScoreCall] = []
             late: list[ScoreCall] = []
             of_other_forms: list[tuple[ScoreCall, float]] = []
@@ -207,9 +217,9 @@ class Batcher:
             )
         return batch
 
-    def _answer(self, batch: list[ScoreCall]) -> None:
+    def _answer(self, scorer: Scorer, batch: list[ScoreCall]) -> None:
         try:
-            answers, times = self._scorer.score([call.request for call in batch])
+            answers, times = scorer.score([call.request for call in batch])
         except (NetworkError, InvalidInputError) as error:
             if len(batch) == 1:
                 if isinstance(error, NetworkError):
@@ -217,7 +227,7 @@ class Batcher:
                 self._deliver(batch[0], error)
                 return
             for call in batch:
-                self._answer([call])
+                self._answer(scorer, [call])
             return
         except Exception as error:  # noqa: BLE001 - of a tier, or a bug: this thread must not end
             for call in batch:

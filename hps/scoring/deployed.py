@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hps.configuration.load import ModelConfig
 from hps.configuration.networks import DenseConfig
 from hps.engine.session import Session
-from hps.errors import HPSError, NetworkError, NotReadyError, UnknownModelError
+from hps.errors import ConfigError, HPSError, NetworkError, NotReadyError, UnknownModelError
 from hps.ground.memory.bounded_cache import BoundedCache
 from hps.ground.registry import implementation
 from hps.ground.threads.open_calls import OpenCalls
@@ -24,6 +24,7 @@ from hps.scoring.batching import Batcher, ScoreCall
 from hps.scoring.features import ScoreInputs, read_request
 from hps.scoring.network_calls import NetworkCalls, bounded
 from hps.scoring.packing import Description, PackedRequest, read_description
+from hps.scoring.recording import RequestRecorder
 from hps.scoring.scorer import Outputs, Request, Scorer
 from hps.scoring.signature import Feature, Output, Signature, signature_of
 from hps.statistics.scores import ScoreCounters
@@ -60,6 +61,11 @@ class OpenedNetwork:
         engine: type[Network] = implementation("network", dense.format)
         self.fingerprint = fingerprint
         self.signature: Signature = signature_of(dense, config.tables)
+        if devices and engine.on_cuda and dense.instances > 1:
+            raise ConfigError(
+                f"the network of model {config.model!r}",
+                [f"dense.instances: got {dense.instances}, expected 1: a device runs one batch of a network after another"],
+            )
         self.on_device = bool(devices) and engine.on_cuda
         self.networks: dict[int | None, NetworkCalls] = {}
         self.outputs: tuple[Output, ...] = ()
@@ -122,6 +128,9 @@ class DeploymentScores:
 
     Args:
         sessions: by device; on the CPU all devices have the same.
+
+    Attributes:
+        recorder: keeps a sample of the requests; None if the configuration does not allow it.
     """
 
     def __init__(
@@ -139,26 +148,30 @@ class DeploymentScores:
         self.max_samples = config.max_batch_size
         self._counters = counters
         self._calls = OpenCalls(f"scoring with {self._name}")
-        made: dict[int, Scorer] = {}
+        made: dict[int, list[Scorer]] = {}
         self._scorers: dict[int, Scorer] = {}
         for device, session in sessions.items():
             network = opened.networks[device if opened.on_device else None]
             if id(session) not in made:
-                made[id(session)] = Scorer(
-                    config.model,
-                    tables,
-                    opened.signature,
-                    network,
-                    session.run,
-                    session.graph_lookups,
-                    on_device=opened.on_device,
-                    refuse_nan=dense.refuse_nan,
-                    max_samples=config.max_batch_size,
-                    outputs=opened.outputs,
-                )
-                doing = f"warming up the network of {self._name}"
-                bounded(dense.open_timeout_s, doing, made[id(session)].warm)
-            self._scorers[device] = made[id(session)]
+                made[id(session)] = [
+                    Scorer(
+                        config.model,
+                        tables,
+                        opened.signature,
+                        network,
+                        session.run,
+                        session.graph_lookups,
+                        on_device=opened.on_device,
+                        refuse_nan=dense.refuse_nan,
+                        max_samples=config.max_batch_size,
+                        outputs=opened.outputs,
+                    )
+                    for _ in range(dense.instances)
+                ]
+                for scorer in made[id(session)]:
+                    bounded(dense.open_timeout_s, f"warming up the network of {self._name}", scorer.warm)
+            self._scorers[device] = made[id(session)][0]
+        self._instances = [scorer for scorers in made.values() for scorer in scorers]
         self._described = BoundedCache(
             partial(read_description, signature=opened.signature, max_samples=config.max_batch_size, model=config.model),
             lambda _, text: 4000 + _DESCRIBED_BYTES * len(text),
@@ -167,10 +180,19 @@ class DeploymentScores:
         delay_us = 0 if alone else dense.max_queue_delay_us
         self._joins = opened.on_device and not alone
         batchers = {
-            id(scorer): Batcher(self._name, scorer, counters, config.max_batch_size, delay_us, alone=alone)
-            for scorer in made.values()
+            id(scorers[0]): Batcher(self._name, scorers, counters, config.max_batch_size, delay_us, alone=alone)
+            for scorers in made.values()
         }
         self._batchers = {device: batchers[id(scorer)] for device, scorer in self._scorers.items()}
+        self.recorder: RequestRecorder | None = None
+        if (checks := config.checks).record != "off":
+            self.recorder = RequestRecorder(
+                opened.signature,
+                config.max_batch_size,
+                config.model,
+                checks.record_requests,
+                features=checks.record == "features",
+            )
 
     def read(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ScoreInputs:
         """Check the inputs of a request; see `read_request`."""
@@ -184,8 +206,12 @@ class DeploymentScores:
         """Copy the values of a request in shared memory, and check them; see `read_request`."""
         return request.unpacked(self.opened.signature, self.max_samples, self._model)
 
-    def score(self, request: Request, device: int) -> Outputs:
+    def score(self, request: Request, device: int, *, counted: bool = True) -> Outputs:
         """Score one request: by itself, or on a device that is in use with others that wait for it.
+
+        Args:
+            counted: count it in the metrics, and record it if so configured; not for the requests of checks, each by itself,
+                which get scores that are not numbers, too.
 
         Raises:
             NotReadyError: the deployment is closed. NetworkError: the network failed. HPSError: a tier failed.
@@ -193,19 +219,25 @@ class DeploymentScores:
         with self._calls:
             if not request.samples:
                 return self._of_no_samples(request)
+            if counted and self.recorder is not None:
+                self.recorder.see(request)
             scorer, batcher = self._scorers[device], self._batchers[device]
             # A trace belongs to the thread that looks up.
-            if self._joins and (scorer.is_busy or batcher.is_busy) and current.trace is None:
+            if counted and self._joins and (scorer.is_busy or batcher.is_busy) and current.trace is None:
                 with suppress(NotReadyError):  # the batcher closes before these calls have ended
                     return batcher.score(request)
             try:
-                (answer,), times = scorer.score([request])
+                (answer,), times = scorer.score([request], refuse_nan=counted)
             except NetworkError:
-                self._counters.count_failure("network")
+                if counted:
+                    self._counters.count_failure("network")
                 raise
-            self._counters.count(1, request.samples, times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns)
+            if counted:
+                looked_up_ns, ran_ns = times.looked_up_ns - times.began_ns, times.ended_ns - times.looked_up_ns
+                self._counters.count(1, request.samples, looked_up_ns, ran_ns)
             if isinstance(answer, HPSError):
-                self._counters.count_failure("nan")
+                if counted:
+                    self._counters.count_failure("nan")
                 raise answer
             return answer
 
@@ -221,6 +253,8 @@ class DeploymentScores:
         if not call.request.samples:
             call.done(self._of_no_samples(call.request), None)
             return
+        if self.recorder is not None:
+            self.recorder.see(call.request)
         self._batchers[device].submit(call, most_s)
 
     def _of_no_samples(self, request: Request) -> Outputs:
@@ -243,13 +277,12 @@ class DeploymentScores:
         """
         until = time.monotonic() + timeout_s
         ended = [batcher.close(max(0.0, until - time.monotonic())) for batcher in dict.fromkeys(self._batchers.values())]
-        scorers = dict.fromkeys(self._scorers.values())
         if not (self._calls.close(max(0.0, until - time.monotonic())) and all(ended)):
-            seconds = [second for scorer in scorers for second in scorer.network_seconds().values()]
+            seconds = [second for scorer in self._instances for second in scorer.network_seconds().values()]
             if not seconds or min(seconds) < timeout_s:
                 return False
             _log.warning("scoring with %s: its network has not returned for %.1f s; it is abandoned", self._name, min(seconds))
-        for scorer in scorers:
+        for scorer in self._instances:
             scorer.release()
         return True
 

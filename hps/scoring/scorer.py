@@ -89,8 +89,11 @@ class Scorer:
         self._kept = KeptBatches(self._runner, max_samples)
         self._in_use = threading.Lock()  # of the kept memory
 
-    def score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
+    def score(self, requests: Sequence[Request], *, refuse_nan: bool = True) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         """Score requests in one call of the network.
+
+        Args:
+            refuse_nan: refuse scores that are not numbers, if so configured.
 
         Returns:
             Outputs of each request, or why it has none; and times.
@@ -99,7 +102,7 @@ class Scorer:
             HPSError: a tier failed. NetworkError: the network failed. NotReadyError: it is closed.
         """
         with self._calls.of(self._runner):
-            return self._score(requests)
+            return self._score(requests, refuse_nan)
 
     @property
     def is_busy(self) -> bool:
@@ -110,7 +113,7 @@ class Scorer:
         """Return how long each call under way has been in the network, by thread; 0.0 while it is elsewhere."""
         return self._calls.seconds(self._runner)
 
-    def _score(self, requests: Sequence[Request]) -> tuple[list[Outputs | HPSError], ScoreTimes]:
+    def _score(self, requests: Sequence[Request], refuse_nan: bool) -> tuple[list[Outputs | HPSError], ScoreTimes]:
         began = perf_counter_ns()
         counts = np.fromiter((request.samples for request in requests), np.int64, len(requests))
         outputs: Outputs | None = None
@@ -127,7 +130,7 @@ class Scorer:
         if outputs is None:
             outputs, looked_up = self._score_any(requests, counts, padding)
         self._check(outputs, int(counts.sum()))
-        checked = self._checked(outputs)
+        checked = self._checked(outputs) if refuse_nan else outputs
         answers: list[Outputs | HPSError] = []
         if len(requests) == 1:
             answers.append(checked)

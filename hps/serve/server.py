@@ -279,8 +279,11 @@ class Server:
             self._calls.popleft()()
 
     async def _serve(self, unix: socket.socket) -> None:
-        count = len(self._app.lifecycle.configuration.models)
-        _log.info("listening on %s; loading %d model%s", self.url, count, "" if count == 1 else "s")
+        configuration = self._app.lifecycle.configuration
+        count = len(configuration.models)
+        models = [f"{count} model{'' if count == 1 else 's'}"] if count or not configuration.model_repository else []
+        models += [f"the models of {configuration.model_repository}"] if configuration.model_repository else []
+        _log.info("listening on %s; loading %s", self.url, " and ".join(models))
         for warning in exposures(self._settings, self._app.address[0]):
             _log.warning("%s", warning)
         serving = self._serving = asyncio.create_task(self._uvicorn.serve([unix]))

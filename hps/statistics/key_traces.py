@@ -11,6 +11,7 @@ leaves a damaged block at the end, which readers skip and the next recording tru
 """
 
 import errno
+import io
 import json
 import logging
 import math
@@ -42,7 +43,9 @@ from hps.types import IndexArray, KeyArray, TableSpec
 
 _log = logging.getLogger(__name__)
 
-_MAGIC: Final = b"HPSB"
+TRACE_MAGIC: Final = b"HPSB"
+"""The first bytes of a recording, and of each of its blocks."""
+
 _HEAD: Final = struct.Struct("<4sII")  # magic, size of the body, its CRC-32
 _VERSION: Final = 1
 _WRITE_EVERY_S: Final = 0.25
@@ -324,7 +327,7 @@ class KeyRecorder:
     def _write(self, about: dict[str, Any], *arrays: np.ndarray) -> None:
         line = json.dumps(about).encode() + b"\n"
         body = zlib.compress(b"".join([line, *(array.astype("<i8").tobytes() for array in arrays)]), 1)
-        block = _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+        block = _HEAD.pack(TRACE_MAGIC, len(body), zlib.crc32(body)) + body
         if self._file.write(block) < len(block):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -333,8 +336,11 @@ class KeyRecorder:
             self._outcomes.labels(outcome).inc(keys)
 
 
-def read_traces(path: str | os.PathLike[str]) -> list[KeyTrace]:
+def read_traces(path: str | os.PathLike[str], content: bytes | None = None) -> list[KeyTrace]:
     """Read the recordings of a file: one trace per table and recording.
+
+    Args:
+        content: of the file, if it was read; the path is then for errors alone.
 
     Raises:
         ModelFileError: the file is not a recording, or is damaged before its end.
@@ -343,7 +349,7 @@ def read_traces(path: str | os.PathLike[str]) -> list[KeyTrace]:
     recording: dict[str, Any] = {}
     parts: dict[tuple[str, str], list[tuple[dict[str, Any], KeyArray]]] = {}
     try:
-        with _open_recording(Path(path)) as file:
+        with _open_recording(Path(path)) if content is None else io.BytesIO(content) as file:
             for body, end in _blocks(file, path):
                 line, _, data = body.partition(b"\n")
                 about = _about(
@@ -424,11 +430,12 @@ def _blocks(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[tuple[byt
         ModelFileError: the file does not begin with a block, a damaged one is followed by others, or it inflates to far more
             than a recording does.
     """
-    at, size_bytes = 0, os.fstat(file.fileno()).st_size
+    at, size_bytes = 0, file.seek(0, os.SEEK_END)
+    file.seek(0)
     room = _INFLATED_BYTES + _INFLATED_RATIO * size_bytes
     while head := file.read(_HEAD.size):
         magic, size, crc = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0)
-        body = file.read(min(size, size_bytes)) if magic == _MAGIC and size <= _MOST_BLOCK_BYTES else b""
+        body = file.read(min(size, size_bytes)) if magic == TRACE_MAGIC and size <= _MOST_BLOCK_BYTES else b""
         if not body or len(body) < size or zlib.crc32(body) != crc:
             if at == 0 or _magic_after(file, at):
                 raise ModelFileError(f"reading recorded keys from {path}: got damage at byte {at}, expected a block of keys")
@@ -452,9 +459,9 @@ def _magic_after(file: IO[bytes], at: int) -> bool:
     file.seek(at + 1)
     before = b""
     while data := file.read(1 << 20):
-        if _MAGIC in before + data:
+        if TRACE_MAGIC in before + data:
             return True
-        before = data[1 - len(_MAGIC) :]
+        before = data[1 - len(TRACE_MAGIC) :]
     return False
 
 

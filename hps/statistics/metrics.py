@@ -216,6 +216,12 @@ class Metrics(Collector):
         )
         self.model_changes = self._counter("hps_model_changes", "Changes of a model, by outcome.", "model", "change", "outcome")
         self.model_changes.labels("", "deploy", "failed")  # exposed while it is 0, too
+        self.version_checks = self._counter(
+            "hps_version_checks", "Checks of versions before their takeover, by outcome.", "model", "check", "outcome"
+        )
+        self.rollout_ends = self._counter(
+            "hps_rollout_ends", "Canaries and shadows of a model that have ended, by outcome.", "model", "outcome"
+        )
         self.trace_keys = self._counter(
             "hps_trace_keys",
             "Keys of a recording: recorded, dropped (its thread was too slow), unread (on a device) or lost (write failed).",
@@ -238,6 +244,14 @@ class Metrics(Collector):
         )
         self.update_skipped_rows = self._counter(
             "hps_update_skipped_rows", "Rows of the update log that belong to other shares of the table.", *_TABLE
+        )
+        self.expired_rows = self._counter(
+            "hps_expired_rows", "Rows removed, or not stored on arrival, since they were not written for row_ttl_s.", *_TABLE
+        )
+        self.future_rows = self._counter(
+            "hps_future_rows",
+            "Rows of an aging table whose time was more than a second ahead: they count as written on arrival.",
+            *_TABLE,
         )
         self.update_future_times = self._counter(
             "hps_update_future_times", "Messages that claimed a time more than a second ahead of this machine's clock.", *_TABLE
@@ -328,18 +342,19 @@ class Metrics(Collector):
                 settle()
 
     @contextmanager
-    def changing(self, change: str, *, done: str, failed: str) -> Iterator[None]:
+    def changing(self, change: str, *, done: str, failed: str, held: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Count a change of a model by its outcome, unless the model or version is unknown.
 
         Args:
             done, failed: model under which each outcome is counted; the empty name if the model then has no series.
+            held: returns whether a change that raised an error left its version loaded and held, which is no failure.
         """
         try:
             yield
         except UnknownModelError:
             raise
         except Exception:
-            self.model_changes.labels(failed, change, "failed").inc()
+            self.model_changes.labels(failed, change, "held" if held() else "failed").inc()
             raise
         self.model_changes.labels(done, change, "failed").inc(0)  # makes the first failure visible as an increase
         self.model_changes.labels(done, change, "done").inc()

@@ -1,6 +1,7 @@
 """Statistics of a parameter server as plain data, for use without Prometheus."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,40 @@ class TableStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedCheck:
+    """A failed check of one table of a version, or of its network: then `table` is empty. *Immutable.*"""
+
+    check: str
+    table: str
+    policy: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.check}{f' of {self.table}' if self.table else ''}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionChecks:
+    """The results of the checks of one version. *Immutable.*
+
+    Attributes:
+        verdict: `passed`, `held`, `refused` or `accepted`.
+        against: the version that it was compared with; empty if none served.
+        at: start, in seconds since the epoch.
+        passed, skipped: number of checks.
+    """
+
+    version: str
+    verdict: str
+    against: str
+    at: float
+    seconds: float
+    passed: int
+    skipped: int
+    failed: tuple[FailedCheck, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStatistics:
     """One model. *Immutable.*
 
@@ -143,6 +178,9 @@ class ModelStatistics:
         tables: in the order of their ids.
         pinned: description of what the fleet serves, or else of the pin of the model to a version; empty if there is none.
         shard: the share of every table that this server holds, `index/of`; empty for all rows.
+        rollout: the canary or shadow that is under way, or the last one, as `/v1/models` has it; None if there was none.
+        checks: results of the checks of its versions that were checked.
+        fleet: whether this server follows the model's `serving.json`.
     """
 
     name: str
@@ -156,6 +194,9 @@ class ModelStatistics:
     tables: tuple[TableStatistics, ...]
     pinned: str = ""
     shard: str = ""
+    rollout: dict[str, Any] | None = None
+    checks: tuple[VersionChecks, ...] = ()
+    fleet: bool = False
 
 
 @dataclass(frozen=True, slots=True)

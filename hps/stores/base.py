@@ -10,12 +10,14 @@ test with `isinstance` once, when they are built.
         └── PersistentDatabase holds every row (RocksDB)
 
     OrderedWrites              keeps the order of changes, so that a log of updates can be followed (all three engines)
+    └── AgingRows              removes rows by the time of their last change (all three engines)
     MergesRows                 loads a table from another one and changes (row files)
     DeviceReadable             devices read its tables in place (the hash map, row files)
     AdoptsRowFiles             takes row files of model versions as they are (row files)
 """
 
 import secrets
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -210,6 +212,20 @@ class TableStats:
     file: FileStatistics | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DiskSpace:
+    """The file system that a database is on."""
+
+    free_bytes: int  # for this user
+    total_bytes: int
+
+    @classmethod
+    def of(cls, path: Path) -> "DiskSpace":
+        """Ask the system; raise OSError if the path is gone."""
+        usage = shutil.disk_usage(path)
+        return cls(usage.free, usage.total)
+
+
 class Database(ABC):
     """A key-value store of embedding tables, each addressed by its tag. *Thread-safe.*
 
@@ -347,6 +363,14 @@ class Database(ABC):
         """Count the rows of a table; an estimate if the engine counts lazily."""
         return self.stats(tag).rows
 
+    def disk_space(self) -> DiskSpace | None:
+        """Return the space of this database's file system; None, the default, if it is not on a disk of this machine.
+
+        Raises:
+            OSError: its directory is gone.
+        """
+        return None
+
     @classmethod
     def room_for(cls, config: Any, tables: Sequence[tuple[str, int, int]]) -> list[Need]:
         """Estimate the needs of tables in an empty database of this configuration, without opening or connecting to one.
@@ -425,6 +449,49 @@ class OrderedWrites(ABC):
 
         Raises:
             DatabaseError: each row has its old or its new state, with the matching sequence.
+        """
+
+
+class ExpiredRows(NamedTuple):
+    """What `AgingRows.expire` found."""
+
+    kept: BoolArray  # (n,): keys with a later change
+    removed: int  # rows that were removed; -1 if counting is expensive
+
+
+class AgingRows(OrderedWrites):
+    """Knows when each row was last changed online. In an aging table sequences are times, in microseconds since 1970."""
+
+    @abstractmethod
+    def order_by_time(self, tag: str) -> None:
+        """Start keeping the order of changes to an open table by their time, durably, for as long as its rows exist.
+
+        From then on, an `insert` or a `delete` takes the current time as its sequence, or one more than the highest one.
+        """
+
+    @abstractmethod
+    def changed_rows_of(self, tag: str) -> Iterator[tuple[KeyArray, IndexArray]]:
+        """Yield all keys with a change that is remembered, and the sequence of the last one, in chunks, in any order.
+
+        Includes deleted rows, but no row that only a load wrote. May or may not see concurrent changes. A key may occur twice.
+        """
+
+    @abstractmethod
+    def last_changes(self, tag: str, keys: KeyArray) -> IndexArray:
+        """Return the sequences of the last changes of keys, (n,); 0 without one."""
+
+    @abstractmethod
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
+        """Remove the rows whose last change has at most this sequence. A crash may undo it.
+
+        The caller refuses older changes from then on, so that a database forgets these where it can.
+
+        Args:
+            keys: (n,) int64, distinct.
+            loaded: remove rows that only a load wrote, too; else they stay.
+
+        Raises:
+            DatabaseError: each row is as before, or removed.
         """
 
 

@@ -2,7 +2,7 @@
 
 | part | contract |
 |---|---|
-| a database | `hps.testing.databases.DatabaseContract`; `LastingContract`, `PersistentContract`, `OrderedWritesContract` |
+| a database | `hps.testing.databases.DatabaseContract`, and those of its capabilities |
 | an embedding cache | `hps.testing.caches.CacheContract` |
 | a file system | `hps.testing.filesystems.FileSystemContract` |
 | a format of `hps import` | `hps.testing.sources.ArraySourceContract` |

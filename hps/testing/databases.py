@@ -34,6 +34,7 @@ from hps.errors import (
 )
 from hps.ground.rows import encode
 from hps.stores.base import (
+    AgingRows,
     Database,
     LastingDatabase,
     LoadRecord,
@@ -92,6 +93,10 @@ def changes_of(
     sequences = np.broadcast_to(np.array(sequence, np.int64), n).copy()
     is_deleted = np.broadcast_to(np.array(deleted, np.bool_), n).copy()
     return RowChanges(keys, vectors_of(keys, DIM, version), sequences, is_deleted if is_deleted.any() else None)
+
+
+class AgingDatabase(Database, AgingRows):
+    """The type of a database under `AgingRowsContract`."""
 
 
 class OrderedDatabase(Database, OrderedWrites):
@@ -796,3 +801,113 @@ class OrderedWritesContract(DatabaseFixtures):
         out, found = fetched(database, tag, keys, rows.shape[1])
         np.testing.assert_array_equal(found, np.arange(200) >= 50)
         np.testing.assert_array_equal(bits(out[50:]), bits(rows[50:]))
+
+
+class AgingRowsContract(DatabaseFixtures):
+    """Of databases that remove rows by the time of their last change. Sequences of the tests are microseconds since 1970."""
+
+    @pytest.fixture
+    def aging(self, table: AgingDatabase) -> AgingDatabase:
+        """A database whose open and empty table TAG follows a log and orders changes by time."""
+        table.follow_log(TAG)
+        table.order_by_time(TAG)
+        return table
+
+    def changes_in(self, database: AgingDatabase, after: int = 0) -> dict[int, int]:
+        """Return the last change of each key, as `changed_rows_of` yields it, if it is above a sequence."""
+        found: dict[int, int] = {}
+        for keys, sequences in database.changed_rows_of(TAG):
+            for key, sequence in zip(keys.tolist(), sequences.tolist(), strict=True):
+                found[key] = max(sequence, found.get(key, 0))
+        return {key: sequence for key, sequence in found.items() if sequence > after}
+
+    def test_rows_expire_by_their_last_change_and_a_later_one_lives_on(self, aging: AgingDatabase) -> None:
+        keys = distinct_keys(4)
+        applied(aging, TAG, changes_of(keys, [10, 20, 30, 40]))
+        applied(aging, TAG, changes_of(keys[:1], 35))
+        expired = aging.expire(TAG, keys, 30)
+        assert expired.kept.tolist() == [True, False, False, True]
+        assert expired.removed == 2
+        assert sorted(self.raw_rows(aging, TAG)) == sorted(keys[[0, 3]].tolist())
+        last = aging.last_changes(TAG, keys)
+        assert last[[0, 3]].tolist() == [35, 40]
+        assert (last[[1, 2]] <= 30).all()
+        assert self.changes_in(aging, 30) == {int(keys[0]): 35, int(keys[3]): 40}
+        assert aging.size(TAG) == 2
+
+    def test_rows_of_a_load_never_expire_but_their_changes_do(self, table: AgingDatabase) -> None:
+        keys = distinct_keys(6)
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 6, 6))
+        settle(table)
+        table.follow_log(TAG)
+        table.order_by_time(TAG)
+        applied(table, TAG, changes_of(keys[:2], 10, version=1))
+        expired = table.expire(TAG, keys, 15)
+        assert not expired.kept.any()
+        assert expired.removed == 2
+        assert (table.last_changes(TAG, keys) <= 10).all()  # a lookup that still has a row must not find it younger
+        assert sorted(self.raw_rows(table, TAG)) == sorted(keys[2:].tolist())
+        assert applied(table, TAG, changes_of(keys[:1], 11, version=2)) == [True]
+        assert fetched(table, TAG, keys, DIM)[1].tolist() == [True, False, True, True, True, True]
+
+    def test_rows_of_a_load_expire_if_asked(self, table: AgingDatabase) -> None:
+        keys = distinct_keys(6)
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 6, 6))
+        settle(table)
+        table.follow_log(TAG)
+        table.order_by_time(TAG)
+        applied(table, TAG, changes_of(keys[:3], [9, 11, 12], version=1))
+        applied(table, TAG, changes_of(keys[2:3], 13, deleted=True))
+        for removed in (4, 0):
+            expired = table.expire(TAG, keys, 10, loaded=True)
+            assert expired.kept.tolist() == [False, True, True, False, False, False]
+            assert expired.removed == removed
+            assert (table.last_changes(TAG, keys)[[0, 3, 4, 5]] < 10).all()
+        assert sorted(self.raw_rows(table, TAG)) == sorted(keys[1:2].tolist())
+        assert self.changes_in(table, 10) == {int(keys[1]): 11, int(keys[2]): 13}
+
+    def test_an_expired_deletion_is_forgotten(self, aging: AgingDatabase) -> None:
+        keys = distinct_keys(3)
+        applied(aging, TAG, changes_of(keys, [10, 20, 30], deleted=True))
+        assert sorted(self.changes_in(aging).values()) == [10, 20, 30]
+        assert aging.expire(TAG, keys, 20).kept.tolist() == [False, False, True]
+        assert self.changes_in(aging, 20) == {int(keys[2]): 30}
+        assert aging.expire(TAG, keys[:0], 20).removed == 0
+
+    def test_an_insert_and_a_delete_take_their_time(self, aging: AgingDatabase) -> None:
+        keys = distinct_keys(3)
+        applied(aging, TAG, changes_of(keys[:1], 10))
+        before = time.time_ns() // 1000
+        aging.insert(TAG, keys[:2], vectors_of(keys[:2], DIM, 1))
+        aging.delete(TAG, keys[2:])
+        after = time.time_ns() // 1000
+        assert ((before <= aging.last_changes(TAG, keys)) & (aging.last_changes(TAG, keys) <= after + 1)).all()
+        assert aging.expire(TAG, keys, before - 1).kept.all()
+        later = after + 3_600_000_000
+        applied(aging, TAG, changes_of(keys[:1], later))
+        aging.insert(TAG, keys[1:2], vectors_of(keys[1:2], DIM, 2))
+        assert applied(aging, TAG, changes_of(keys[1:2], before, version=3)) == [False]
+
+    def test_many_rows_expire_at_once_and_again(self, aging: AgingDatabase) -> None:
+        keys = distinct_keys(10_000)
+        sequences = np.random.default_rng(4).integers(1, 1000, keys.size)
+        applied(aging, TAG, changes_of(keys, sequences.tolist()))
+        for limit in (300, 300, 700):
+            kept, _ = aging.expire(TAG, keys, limit)
+            np.testing.assert_array_equal(kept, sequences > limit)
+            np.testing.assert_array_equal(fetched(aging, TAG, keys, DIM)[1], kept)
+        assert self.changes_in(aging, 700) == dict(
+            zip(keys[sequences > 700].tolist(), sequences[sequences > 700].tolist(), strict=True)
+        )
+
+    def test_rows_of_an_unknown_table_do_not_expire(self, aging: AgingDatabase) -> None:
+        keys = distinct_keys(2)
+        calls = (
+            lambda: aging.order_by_time(OTHER),
+            lambda: aging.expire(OTHER, keys, 1),
+            lambda: aging.last_changes(OTHER, keys),
+            lambda: next(aging.changed_rows_of(OTHER)),
+        )
+        for call in calls:
+            with pytest.raises(UnknownTableError, match=OTHER):
+                call()

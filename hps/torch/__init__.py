@@ -8,6 +8,15 @@
 Importing it imports torch; `import hps` does not. See docs/torch.md.
 """
 
+from hps.ground.registry import install_hint
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(f"hps.torch needs torch: {install_hint('torch')}", name="torch") from error
+
 from hps.torch.conversion import convert as convert
 from hps.torch.embedding_bags import BagTable as BagTable
 from hps.torch.embedding_bags import EmbeddingBag as EmbeddingBag

@@ -26,11 +26,12 @@ from hps.models.loading.warm_up import DatabaseRows, WarmUpSource, warm_up
 from hps.models.sources import ModelSources
 from hps.scoring.deployed import OpenedNetwork
 from hps.statistics.metrics import Metrics
-from hps.stores.base import Database, PersistentDatabase
+from hps.stores.base import UNBOUNDED_ROWS, Database, PersistentDatabase
+from hps.tensors.transforms import Transform
 from hps.types import TableSpec
 from hps.versions.cache_sizes import RESIDENT, cache_capacities, index_sizes, is_direct, is_static, not_shared, usable_sharing
 from hps.versions.catalog import ModelVersion
-from hps.versions.deployment import Deployment, log_positions
+from hps.versions.deployment import Deployment, check_written_at, log_positions
 
 _log = logging.getLogger(__name__)
 
@@ -64,10 +65,13 @@ def load_deployment(
         chain, targets = _resident(targets, chain.metrics)
     elif config.embedding_cache_type == "stochastic":  # as in HugeCTR, such a model does not fill the databases
         targets = replace(targets, load=(), keep=())
-    targets = replace(targets, max_nonfinite_rows=config.max_nonfinite_rows)
+    counts = config.checks.enabled and config.checks.finite.policy != "refuse"  # and does not refuse: the check judges
+    targets = replace(targets, max_nonfinite_rows=UNBOUNDED_ROWS if counts else config.max_nonfinite_rows)
     _refuse_shared_share(config, chain)
+    check_written_at(config, version.written_at_us)
     loads = [TableLoad(table, source, targets, progress) for table, source in zip(tables, version.sources, strict=True)]
     rows = tuple(load.rows for load in loads)
+    check_transform(config, targets.sources)
     network = _open_network(version, targets.sources, cache_class)
     try:
         _check_room(config, tables, loads, targets, chain, None if is_direct(config, cache_class) else cache_class)
@@ -105,11 +109,14 @@ def load_deployment(
             chain,
             rows,
             fingerprints,
+            tuple(report.nonfinite_rows for report in reports),
             build,
             log_starts=starts,
             log_positions=positions,
+            written_at_us=version.written_at_us,
             network=network,
         )
+        deployment.start_aging()
         _mark_complete(deployment)
         share = config.share
         chain.metrics.model_shard.labels(config.model).set(share.index if share else 0)
@@ -134,6 +141,16 @@ def _refuse_shared_share(config: ModelConfig, chain: DatabaseChain) -> None:
             )
 
 
+def check_transform(config: ModelConfig, sources: ModelSources) -> None:
+    """Check that the transform of an entry can be used.
+
+    Raises:
+        ConfigError: it cannot be imported, or is code that `model_source.trust` does not allow.
+    """
+    if config.transform is not None:
+        Transform(config.transform, config.model, trusted=sources.trusted)
+
+
 def _open_network(version: ModelVersion, sources: ModelSources, cache_class: type[EmbeddingCache]) -> OpenedNetwork | None:
     """Open the network of a version."""
     if version.network is None:
@@ -149,7 +166,7 @@ def _open_network(version: ModelVersion, sources: ModelSources, cache_class: typ
         raise CapacityError(f"deploying model {config.model!r}: {error}") from error
 
 
-def reconfigure(current: Deployment, config: ModelConfig) -> Deployment:
+def reconfigure(current: Deployment, config: ModelConfig, written_at_us: int = 0) -> Deployment:
     """Build caches and sessions with other settings over the tables of a deployment in service; nothing is loaded.
 
     Both deployments answer lookups, and writes through the deployment in service reach the caches of both. After the takeover,
@@ -157,11 +174,14 @@ def reconfigure(current: Deployment, config: ModelConfig) -> Deployment:
 
     Args:
         config: entry with the same tables and cache type.
+        written_at_us: as for `Deployment.renewed`.
 
     Raises:
         DatabaseError, DeviceError: a tier failed.
+        ModelFileError: as `check_written_at`.
     """
-    successor = current.renewed(config)
+    check_written_at(config, written_at_us or current.written_at_us)
+    successor = current.renewed(config, written_at_us)
     current.successors.append(successor)
     try:
         for cache in successor.caches:
@@ -170,6 +190,7 @@ def reconfigure(current: Deployment, config: ModelConfig) -> Deployment:
             for index, table in enumerate(successor.tables):
                 successor.chain.settle(table)
                 refresh(cache, index, table, successor.chain, config.cache_refresh_percentage_per_iteration)
+        successor.start_aging()
         _mark_complete(successor)
     except BaseException:
         current.successors.remove(successor)

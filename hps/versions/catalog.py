@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from pydantic_core import PydanticCustomError
@@ -20,11 +20,13 @@ from hps.models.repository import (
     list_models,
     list_versions,
     network_of,
-    read_log_starts,
     table_sources,
     version_files,
+    with_log_starts,
 )
 from hps.models.sources import ModelSources
+from hps.versions.canary.plan import RolloutPlan
+from hps.versions.checks.documents import CheckDocuments
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, Fleet, FleetChange, ServingDocument, next_document
 from hps.versions.pins import Pins
@@ -38,11 +40,13 @@ class ModelVersion:
         config: the model's entry, with the `version`, the `sparse_files` and the `dense` of this version.
         sources: location of each table's rows.
         network: its network.
+        written_at_us: time of its rows in microseconds since 1970; 0 if unknown.
     """
 
     config: ModelConfig
     sources: tuple[TableSource, ...]
     network: NetworkFiles | None = None
+    written_at_us: int = 0
 
 
 class ModelCatalog:
@@ -51,12 +55,19 @@ class ModelCatalog:
     Attributes:
         pins: the versions chosen on this replica, which override the `version_policy`.
         fleet: the serving documents, which override pins on all replicas.
+        checks: the reports of checks, which say what was held and accepted.
         problems: errors of the last scan, by model.
     """
 
     def __init__(
-        self, configuration: Configuration, sources: ModelSources, pins: Pins | None = None, fleet: Fleet | None = None
+        self,
+        configuration: Configuration,
+        sources: ModelSources,
+        pins: Pins | None = None,
+        fleet: Fleet | None = None,
+        checks: CheckDocuments | None = None,
     ) -> None:
+        self.checks = checks or CheckDocuments(sources)
         self.pins = pins or Pins()
         self.fleet = fleet or Fleet(sources)
         self._sources = sources
@@ -177,7 +188,7 @@ class ModelCatalog:
         if dense is not None:
             self._check_network(model, dense)
         config = model.model_copy(update={"version": version, "sparse_files": places, "dense": dense})
-        return ModelVersion(config, sources, network)
+        return ModelVersion(config, sources, network, known_files[version].written_at_us)
 
     def _check_network(self, model: ModelConfig, dense: DenseConfig) -> None:
         """Check that the lookups of a network name the model's tables; it may come from a `version.json`."""
@@ -256,11 +267,14 @@ class ModelCatalog:
         except UnknownModelError:
             return None
 
-    def change_fleet(self, name: str, by: FleetChange, version: str | None, serving: str) -> ServingDocument:
+    def change_fleet(
+        self, name: str, by: FleetChange, version: str | None, serving: str, rollout: RolloutPlan | None = None
+    ) -> ServingDocument:
         """Write what the fleet serves of a model; see `HPS.change_fleet`.
 
         Args:
             serving: the version that serves on this replica; empty if none.
+            rollout: as for `next_document`.
         """
         model = self.model(name)
         if not model.version_path:
@@ -271,7 +285,7 @@ class ModelCatalog:
         versions = self.versions(name)
 
         def change(known: ServingDocument | None) -> ServingDocument:
-            return next_document(known, by, version, serving, versions, model.version_policy)
+            return next_document(known, by, version, serving, versions, model.version_policy, rollout)
 
         return self.fleet.write(name, model.version_path, change)
 
@@ -292,11 +306,9 @@ class ModelCatalog:
             for listed in model.versions
         }
         files[model.version] = VersionFiles(model.version, model.sparse_files, network=_network(model.dense))
-        if not self._followed:
+        if not self._followed and not model.row_ttl_files:
             return set(files), files.__getitem__
-        return set(files), lambda version: replace(
-            files[version], updates=read_log_starts(files[version].sparse_files, self._sources)
-        )
+        return set(files), lambda version: with_log_starts(files[version], self._sources)
 
 
 def absent_models(service: ServiceConfig, catalog: ModelCatalog) -> str:

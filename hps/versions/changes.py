@@ -40,7 +40,10 @@ class Change:
         version: serving version after the change; empty if none.
         error: reason of the failure; empty otherwise.
         status: HTTP status of the response to its request, once finished.
-        pin: the pin that it created, if any.
+        pin, ended_pin: the pins that it made and ended, if any.
+        held: why the version that was asked for does not serve although it is loaded: its checks hold it; empty otherwise.
+        accepts: a person lets the version serve whatever its checks find.
+        beside: the version is to be available beside the serving one, for a rollout.
         since: start, in seconds since the epoch.
         thread: thread that makes the change, if another thread started it.
         waiting: what the change waits for, once its tables are loaded; empty if nothing.
@@ -58,6 +61,10 @@ class Change:
     error: str = ""
     status: int | None = None
     pin: DesiredVersion | None = None
+    ended_pin: DesiredVersion | None = None
+    held: str = ""
+    accepts: bool = False
+    beside: bool = False
     since: float = field(default_factory=time.time)
     thread: threading.Thread | None = None
     waiting: str = ""

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from hps.cache.base import CacheStats, DeviceMemory, EmbeddingCache, leader_of
@@ -22,17 +22,26 @@ from hps.ground.threads.workers import call_in_thread
 from hps.ground.version import __version__
 from hps.statistics.metrics import TIERS, Metrics, TableCounters
 from hps.statistics.prometheus import Family, family, label_text, server_families
-from hps.statistics.snapshot import DeviceStatistics, ModelStatistics, ServerStatistics, TableStatistics, TierStatistics
-from hps.stores.base import UNBOUNDED_ROWS, Database, TableStats
+from hps.statistics.snapshot import (
+    DeviceStatistics,
+    FailedCheck,
+    ModelStatistics,
+    ServerStatistics,
+    TableStatistics,
+    TierStatistics,
+    VersionChecks,
+)
+from hps.stores.base import UNBOUNDED_ROWS, Database, DiskSpace, TableStats
+from hps.versions.checks.report import CheckReport
 from hps.versions.deployment import Deployment
 from hps.versions.fleet import FleetStatus
-from hps.versions.live_models import LiveModels
+from hps.versions.live_models import LiveModels, shown_state
 
 _log = logging.getLogger(__name__)
 _MEASURED_EVERY_S = 15.0
 _TABLES = 2  # read between two pauses
 _CLOSE_WAIT_S = 10.0
-_DEVICE = ""
+_DEVICE, _DISK = "", "/"  # no tag of a table
 _Known = TypeVar("_Known")
 
 
@@ -40,7 +49,7 @@ _Known = TypeVar("_Known")
 class _Answer:
     """Figures of a database or a device, and when they were read."""
 
-    value: TableStats | CacheStats | DeviceMemory
+    value: TableStats | CacheStats | DeviceMemory | DiskSpace | None
     at: float
 
 
@@ -53,6 +62,7 @@ class StatisticsCollector:
     Args:
         chosen_by: describes the pin or document that chose the serving version of a model.
         fleet: returns whether a model follows its serving document.
+        rollout: describes the canary or shadow of a model.
     """
 
     def __init__(
@@ -61,11 +71,13 @@ class StatisticsCollector:
         metrics: Metrics,
         chosen_by: Callable[[str, str], str] = lambda name, serving: "",
         fleet: Callable[[str], FleetStatus | None] = lambda name: None,
+        rollout: Callable[[str], dict[str, Any] | None] = lambda name: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._live = live
         self._chosen_by = chosen_by
         self._fleet = fleet
+        self._rollout = rollout
         self._metrics = metrics
         self._clock = clock
         self._started = time.time()
@@ -74,7 +86,8 @@ class StatisticsCollector:
         self._round_at = -math.inf
         self._closed = False
         metrics.others.add(self.families)
-        # Answers of each database and cache by table tag, and those of a cache about its device by _DEVICE.
+        # Answers of each database and cache by table tag, those of a cache about its device by _DEVICE, and those of a database
+        # about its file system by _DISK.
         self._known: WeakKeyDictionary[Database | EmbeddingCache, dict[str, _Answer]] = WeakKeyDictionary()
 
     def statistics(self) -> ServerStatistics:
@@ -114,6 +127,16 @@ class StatisticsCollector:
             "1 while the database of a tier is used, 0 while it is skipped after failures.",
             available,
         )
+        tiers = {tier.name: tier.database for deployment in self._live.all() for tier in deployment.chain.tiers()}
+        disks = [
+            (label_text(["tier"], [name]), space)
+            for name, database in tiers.items()
+            if (space := self._last(database, _DISK, DiskSpace)[0]) is not None
+        ]
+        free = [(where, space.free_bytes) for where, space in disks]
+        yield family("gauge", "hps_disk_free_bytes", "Free space of the file system of a tier's database.", free)
+        sizes = [(where, space.total_bytes) for where, space in disks]
+        yield family("gauge", "hps_disk_bytes", "Size of the file system of a tier's database.", sizes)
         followed = [
             (label_text(["model"], [life.name]), status)
             for life in self._live.models()
@@ -138,8 +161,10 @@ class StatisticsCollector:
         tags = {table.tag for deployment in deployments for table in deployment.tables}
         with self._lock:  # forget the tags of versions that are gone
             for known in self._known.values():
-                for tag in known.keys() - tags - {_DEVICE}:
+                for tag in known.keys() - tags - {_DEVICE, _DISK}:
                     del known[tag]
+        for database in {database for deployment in deployments for database in deployment.chain.databases}:
+            self._query(database, _DISK, database.disk_space)
         for deployment in deployments:
             for index, table in enumerate(deployment.tables):
                 for database in deployment.chain.databases:
@@ -176,7 +201,7 @@ class StatisticsCollector:
     def _query(self, source: Database | EmbeddingCache, what: str, read: Callable[[], object]) -> None:
         if self._closed:
             return
-        with suppress(HPSError):  # the source is down or closing: the last figures stay
+        with suppress(HPSError, OSError):  # the source is down or closing: the last figures stay
             value = read()
             with self._lock:
                 self._known.setdefault(source, {})[what] = _Answer(value, self._clock())  # type: ignore[arg-type]
@@ -195,10 +220,11 @@ class StatisticsCollector:
         name = deployment.config.model
         counted, lookups, stages = self._metrics.counted(name, [table.table_name for table in deployment.tables])
         workspaces = [session.workspaces for session in dict.fromkeys(deployment.sessions.values())]
+        versions = self._live.versions(name)
         return ModelStatistics(
             name=name,
             version=deployment.version,
-            versions=tuple((deployed.version, state) for deployed, state in self._live.versions(name)),
+            versions=tuple((deployed.version, shown_state(deployed, state)) for deployed, state in versions),
             since=deployment.since,
             lookups=lookups,
             stages=stages,
@@ -207,6 +233,9 @@ class StatisticsCollector:
             tables=tuple(self._table(deployment, index, table) for index, table in enumerate(in_turns(counted, _TABLES))),
             pinned=self._chosen_by(name, deployment.version),
             shard=str(deployment.config.share or ""),
+            rollout=self._rollout(name),
+            checks=tuple(_checks(deployed.checks) for deployed, _ in versions if deployed.checks is not None),
+            fleet=self._fleet(name) is not None,
         )
 
     def _table(self, deployment: Deployment, index: int, counters: TableCounters) -> TableStatistics:
@@ -324,3 +353,17 @@ def _pinned_bytes(deployment: Deployment, session: Session) -> int:
             if path == "link" and (host := deployment.chain.host_table(table)):
                 total += host.pinned_bytes
     return total
+
+
+def _checks(report: CheckReport) -> VersionChecks:
+    outcomes = [found.outcome for found in report.checks]
+    return VersionChecks(
+        version=report.version,
+        verdict=report.verdict,
+        against=report.against,
+        at=report.at,
+        seconds=report.seconds,
+        passed=outcomes.count("passed"),
+        skipped=outcomes.count("skipped"),
+        failed=tuple(FailedCheck(found.check, found.table, found.policy, found.text) for found in report.failed),
+    )

@@ -14,6 +14,7 @@ import numpy as np
 
 from hps.cache.base import EmbeddingCache, HostTableReads, leader_of
 from hps.configuration.load import ModelConfig
+from hps.engine.aging import RowAging
 from hps.engine.chain import DatabaseChain
 from hps.engine.misplaced import refuse_misplaced
 from hps.engine.refresh import RefreshReport
@@ -21,7 +22,9 @@ from hps.engine.refresher import Refresher, RefreshSettings
 from hps.engine.session import Session
 from hps.errors import (
     DatabaseError,
+    HPSError,
     InvalidInputError,
+    ModelFileError,
     NotReadyError,
     ReadOnlyError,
     StaleCopyError,
@@ -36,9 +39,11 @@ from hps.models.files import joint_fingerprint
 from hps.models.loading.warm_up import last_rows
 from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.statistics.metrics import TIERS
-from hps.stores.base import LogPosition, Partition, RowChanges
+from hps.stores.base import ExpiredRows, LogPosition, Partition, RowChanges
 from hps.tensors.dlpack import cuda_device_of
+from hps.tensors.transforms import Transform
 from hps.types import BoolArray, FloatArray, KeyArray, TableSpec
+from hps.versions.checks.report import CheckReport
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ class StoredRow:
 
 @dataclass(eq=False)
 class Deployment:
-    """One version of a model in service. *Thread-safe.* Only `successors` and `stop_following` change, in place.
+    """One version of a model in service. *Thread-safe.* Only `successors`, `stop_following` and `checks` change, in place.
 
     Attributes:
         tables: its tables, in the order of their ids.
@@ -81,14 +86,18 @@ class Deployment:
         chain: the host tiers that hold its tables.
         rows: row count of each table's files.
         fingerprints: fingerprint of each table's files.
+        nonfinite_rows: rows of each table's files with an infinity or NaN; 0 if a database had them already.
         renew: builds sessions with the settings of an entry, and caches warmed from the databases.
         since: time it was put into service, in seconds since the epoch.
         modified: set by the first online write.
         log_starts: per table, the position of the last log message contained in its files, by partition; None if the table
             follows no log.
         log_positions: per table, its position in the log just before its caches were filled.
+        written_at_us: time of the version's rows in microseconds since 1970; 0 if unknown.
         network: its network, which deployments that take over the same tables share.
         scores: scores of its samples; None without a network.
+        transform: what it does to inputs of requests; None if they have keys.
+        checks: the report of its checks; None if it was not checked.
         stop_following: called with a timeout when the deployment is closed: stop the feeds of its tables, and return whether
             they have stopped. Shared by all deployments that hold the tables in turn.
         indices: table indices, by name and by id, and of tuples of names that lookups used.
@@ -96,6 +105,7 @@ class Deployment:
         changes: modifications and refreshes in progress.
         one_device: the first device if all devices share one session; else None.
         refresher: refreshes its caches, on demand and periodically.
+        aging: removes rows that were not written for long; None if no table ages.
         successors: deployments that take over the same tables; writes reach their caches too.
         lookups_ended: set once it has closed and the last of its lookups has ended.
     """
@@ -106,6 +116,7 @@ class Deployment:
     chain: DatabaseChain
     rows: tuple[int, ...] = ()
     fingerprints: tuple[str, ...] = ()
+    nonfinite_rows: tuple[int, ...] = ()
     renew: Callable[[ModelConfig, Sequence[TableSpec]], dict[int, Session]] = field(
         default=lambda config, tables: {}, repr=False
     )
@@ -113,8 +124,11 @@ class Deployment:
     modified: threading.Event = field(default_factory=threading.Event, repr=False)
     log_starts: tuple[Mapping[str, str] | None, ...] = ()
     log_positions: tuple[dict[Partition, LogPosition], ...] = ()
+    written_at_us: int = 0
     network: OpenedNetwork | None = field(default=None, repr=False)
     scores: DeploymentScores | None = field(init=False, repr=False)
+    transform: Transform | None = field(init=False, repr=False)
+    checks: CheckReport | None = field(default=None, repr=False)
     stop_following: list[Callable[[float], bool]] = field(default_factory=list, repr=False)
     indices: dict[Any, Any] = field(init=False, repr=False)
     dims: tuple[int, ...] = field(init=False, repr=False)
@@ -122,6 +136,7 @@ class Deployment:
     one_device: int | None = field(init=False, repr=False)
     _turns: Iterator[Sequence[int]] = field(init=False, repr=False)
     refresher: Refresher = field(init=False, repr=False)
+    aging: RowAging | None = field(init=False, repr=False)
     successors: list["Deployment"] = field(init=False, default_factory=list, repr=False)
     lookups_ended: threading.Event = field(init=False, repr=False)
 
@@ -143,8 +158,14 @@ class Deployment:
             self.config.refresh_device_share,
             self.config.cache_refresh_percentage_per_iteration,
         )
+        self.aging = None
+        if any(self.config.row_ttl_s):
+            written_at_us = self.written_at_us if self.config.row_ttl_files else 0
+            self.aging = RowAging(self.tables, self.config.row_ttl_s, self.chain, self, written_at_us=written_at_us)
         self.refresher = Refresher(self.tables, self.caches, self.chain, settings, self.changes, self.chain.metrics)
         self.scores = None
+        transform = self.config.transform
+        self.transform = None if transform is None else Transform(transform, self.config.model, trusted=True)
         if self.network is not None and self.config.dense is not None:
             counters = self.chain.metrics.scores(self.config.model)
             try:
@@ -165,6 +186,11 @@ class Deployment:
     def fingerprint(self) -> str:
         network = "" if self.network is None else self.network.fingerprint
         return joint_fingerprint((*self.fingerprints, network))
+
+    @property
+    def held(self) -> bool:
+        """Whether its checks keep it from serving: it answers only those who name it."""
+        return self.checks is not None and self.checks.verdict == "held"
 
     @property
     def stale_copies(self) -> tuple[str, ...]:
@@ -288,7 +314,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.insert(table, keys, rows, apply, self._changing(index), vectors)
+            self.chain.insert(table, keys, rows, apply, self._changing(index, keys), vectors)
 
     def delete(self, index: int, keys: KeyArray) -> None:
         """Remove keys of a table from every tier; see `HPS.delete`."""
@@ -305,7 +331,7 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            self.chain.delete(self.tables[index], keys, apply, self._changing(index))
+            self.chain.delete(self.tables[index], keys, apply, self._changing(index, keys))
 
     def follow_log(self, index: int) -> dict[Partition, LogPosition]:
         """Return the log position a table starts from, by partition; see `OrderedWrites.follow_log`."""
@@ -335,6 +361,8 @@ class Deployment:
         if table.row_dtype != "float32":
             rows = encode(f"updating {table.tag}", changes.vectors, table.row_dtype, changes.keys)
             changes = replace(changes, vectors=rows, exact=changes.vectors)
+        if self.aging is not None:
+            changes = self.aging.admit(index, changes)
 
         def update_caches(latest: BoolArray | None) -> None:
             if latest is None:
@@ -354,7 +382,8 @@ class Deployment:
 
         with self.changes:
             self.modified.set()
-            latest = self.chain.apply(table, changes, positions, update_caches, self._changing(index))
+            changing = self._changing(index, changes)
+            latest = self.chain.apply(table, changes, positions, update_caches, changing)
             return int(np.count_nonzero(latest)) + skipped
 
     def row(self, index: int, key: int) -> StoredRow:
@@ -362,7 +391,7 @@ class Deployment:
         table = self.tables[index]
         keys, out, row = np.array([key], np.int64), np.empty((1, table.dim), np.float32), np.empty((1, table.width), np.float32)
         with self.changes:
-            if any(session.resident(index, keys, out) for session in dict.fromkeys(self.sessions.values())):
+            if any(session.resident(index, keys, out)[0] for session in dict.fromkeys(self.sessions.values())):
                 tier: str | None = TIERS[0]
             else:
                 tier = self.chain.locate(table, keys, row)
@@ -384,13 +413,70 @@ class Deployment:
         """Reload the vectors of all resident keys; see `HPS.refresh`."""
         return self.refresher.refresh(share)
 
+    def start_aging(self) -> None:
+        """Remove rows that have expired from now on, and those that already have before returning. Called before it serves.
+
+        Raises:
+            DatabaseError: the authoritative database failed, cannot keep the times of rows, or is read-only.
+            ModelFileError: as `check_written_at`.
+        """
+        if self.aging is not None:
+            check_written_at(self.config, self.written_at_us)
+            self.aging.start()
+            for session in dict.fromkeys(self.sessions.values()):
+                session.aging = self.aging
+
+    def expire(self, index: int, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
+        """Remove rows of a table from every tier whose last change has at most this sequence; see `AgingRows.expire`."""
+
+        def update_caches(gone: KeyArray, known: bool) -> None:
+            for cache in self._all_caches():
+                with cache.unless_lost():
+                    if known:
+                        cache.erase(index, gone)
+                    else:
+                        cache.drop(index, gone)
+
+        with self.changes:
+            self.modified.set()
+            return self.chain.expire(self.tables[index], keys, sequence, update_caches, self._changing(index), loaded=loaded)
+
+    def hide(self, index: int, owner: object, keys: KeyArray | None, fresh: KeyArray, sequence: int) -> bool:
+        """Answer such rows as absent until they are removed; see `DatabaseChain.hide`."""
+        caches = self._all_caches()
+
+        def drop() -> None:
+            for cache in caches:
+                with cache.unless_lost():
+                    cache.drop(index, cache.dump(index) if keys is None else fresh)
+
+        in_place = any(isinstance(cache, HostTableReads) for cache in caches)
+        with self.changes:
+            changing = self._changing(index) if in_place else None
+            return self.chain.hide(self.tables[index], owner, keys, fresh, sequence, drop, changing)
+
     @contextmanager
-    def _changing(self, index: int) -> Iterator[None]:
+    def _changing(self, index: int, changed: RowChanges | KeyArray | None = None) -> Iterator[None]:
+        """Span a modification: devices admit no rows that they read during it; aging deployments hear of these changes.
+
+        Args:
+            changed: changes of a log, or keys of a direct write; None if rows expire.
+        """
+        aging = [each.aging for each in (self, *self.successors) if each.aging is not None]
         with ExitStack() as stack:
             for cache in self._all_caches():
                 if isinstance(cache, HostTableReads):
                     stack.enter_context(cache.changing(index))
-            yield
+            if isinstance(changed, RowChanges):
+                for each in aging:
+                    each.note(index, changed)
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                if isinstance(changed, np.ndarray):
+                    for each in aging:
+                        each.note_written(index, changed, time.monotonic() - began)
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]
@@ -430,6 +516,8 @@ class Deployment:
                 return False
             self.stop_following.clear()
         self.refresher.stop()
+        if self.aging is not None:
+            self.aging.stop()
         if self.scores is not None and not self.scores.close(DRAIN_S):
             return False
         ended = [session.close(DRAIN_S) for session in dict.fromkeys(self.sessions.values())]
@@ -437,6 +525,8 @@ class Deployment:
             self.lookups_ended.set()
         if not (self.changes.close(DRAIN_S) and all(ended)):
             return False
+        if self.aging is not None:
+            self.aging.release()
         if tables in ("keep", "hand over"):
             return True
         if self.network is not None:
@@ -450,11 +540,12 @@ class Deployment:
             return False
         return True
 
-    def renewed(self, config: ModelConfig) -> "Deployment":
+    def renewed(self, config: ModelConfig, written_at_us: int = 0) -> "Deployment":
         """Return a deployment of the same tables with new sessions; the databases warm its caches.
 
         Args:
             config: entry with the same tables and cache type.
+            written_at_us: as for the attribute; 0 if that is still known.
 
         Raises:
             DatabaseError, DeviceError: a tier failed.
@@ -462,7 +553,29 @@ class Deployment:
         tables = tuple(replace(new, slot=old.slot) for new, old in zip(config.tables, self.tables, strict=True))
         positions = log_positions(self.chain, tables, self.log_starts)
         sessions = self.renew(config, tables)
-        return replace(self, config=config, tables=tables, sessions=sessions, since=time.time(), log_positions=positions)
+        return replace(
+            self,
+            config=config,
+            tables=tables,
+            sessions=sessions,
+            since=time.time(),
+            log_positions=positions,
+            written_at_us=written_at_us or self.written_at_us,
+        )
+
+
+def check_written_at(config: ModelConfig, written_at_us: int) -> None:
+    """Check that the time of a version's rows is known if they age.
+
+    Raises:
+        ModelFileError: it is not.
+    """
+    if config.row_ttl_files and any(config.row_ttl_s) and not written_at_us:
+        raise ModelFileError(
+            f"deploying model {config.model!r}, version {config.version}: row_ttl_files is set, and no version.json says when "
+            'its rows were written. Write the version with `hps.write_version`, add `"written_at_us": <microseconds since '
+            "1970>` to its version.json, or set row_ttl_files to false"
+        )
 
 
 def log_positions(
@@ -478,6 +591,8 @@ def log_positions(
 def retry_after_takeover(call: _Call) -> _Call:
     """Retry a call that a retired version refused, as long as the serving versions have changed since it started.
 
+    A call that the new version of a canary failed is answered by the serving one.
+
     Args:
         call: a function whose first argument is the parameter server. It looks up the serving version on
             each call, and has changed nothing if it raises NotReadyError.
@@ -489,8 +604,12 @@ def retry_after_takeover(call: _Call) -> _Call:
             serving = server.live.serving
             try:
                 return call(server, *args, **kwargs)
-            except NotReadyError:
-                if server.live.serving is serving:
+            except HPSError as error:
+                rerouted = server.rerouted(error)
+                if rerouted is None and not (isinstance(error, NotReadyError) and server.live.serving is not serving):
                     raise
+            if rerouted is not None:
+                with rerouted:
+                    return retried(server, *args, **kwargs)
 
     return cast(_Call, retried)

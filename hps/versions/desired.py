@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from hps.configuration.models import VersionPolicy
 
-DesiredBy: TypeAlias = Literal["configuration", "deploy", "rollback", "unpin"]
+DesiredBy: TypeAlias = Literal["configuration", "deploy", "rollback", "unpin", "canary", "promote"]
 
 
 @dataclass(frozen=True)

@@ -29,18 +29,19 @@ from hps.errors import (
 )
 from hps.models.manifest import VERSION, read_small_file, within
 from hps.models.sources import ModelSources
+from hps.versions.canary.plan import RolloutPlan
 from hps.versions.desired import DesiredVersion
 from hps.versions.kept_files import KeptFiles
 
 _log = logging.getLogger(__name__)
 SERVING = "serving.json"
 FLEET = "hps-fleet"
-_FORMAT = 1
+_FORMAT = 2  # 1 without a rollout, so that earlier releases can read it
 _MOST_WITHDRAWN = 100
 _MOST_BYTES = 16 << 10
 _TRIES = 3  # of reads that a writer interrupts
 
-FleetChange: TypeAlias = Literal["deploy", "rollback", "unpin"]
+FleetChange: TypeAlias = Literal["deploy", "rollback", "unpin", "canary", "promote"]
 _Version = pydantic.Field(default="", pattern=rf"^({VERSION.pattern})?$")
 
 
@@ -56,11 +57,12 @@ class ServingDocument(pydantic.BaseModel):
         by: the change that wrote it.
         since: time of that change, in seconds since the epoch.
         writer: random text that distinguishes documents of two writers.
+        rollout: the canary or shadow of another version beside `version`, if any.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
     number: int = pydantic.Field(ge=1)
     version: str = _Version
     previous: str = _Version
@@ -68,6 +70,7 @@ class ServingDocument(pydantic.BaseModel):
     by: FleetChange
     since: float = pydantic.Field(ge=0, le=1e11)
     writer: str = pydantic.Field(min_length=1, max_length=64)
+    rollout: RolloutPlan | None = None
 
     def __str__(self) -> str:
         return str(self.desired)
@@ -105,6 +108,7 @@ def next_document(
     serving: str,
     versions: Sequence[str],
     policy: VersionPolicy,
+    rollout: RolloutPlan | None = None,
 ) -> ServingDocument:
     """Return the document after a change.
 
@@ -113,11 +117,13 @@ def next_document(
         version: the version to deploy; by default what the policy chooses now.
         serving: the version that serves; empty if none.
         versions: existing versions.
+        rollout: the canary or shadow to begin, or to change.
 
     Raises:
         UnknownVersionError: the version does not exist, or the policy chooses none.
-        ConflictError: there is no version to roll back to.
+        ConflictError: there is no version to roll back to, or no canary to promote.
     """
+    under_way = known.rollout if known else None
     current = (known.version if known else "") or serving
     withdrawn = list(known.withdrawn) if known else []
     previous = known.previous if known else ""
@@ -130,6 +136,20 @@ def next_document(
                 f"{', '.join(versions) or 'none'}"
             )
         previous = current if current != version else previous
+    elif by == "canary":
+        version = current
+        if rollout is None or rollout.version not in versions or rollout.version == current:
+            raise UnknownVersionError(
+                f"trying a version out on the fleet: got {'none' if rollout is None else rollout.version}, expected one of "
+                f"{', '.join(versions) or 'none'} beside {current or 'none'}"
+            )
+    elif by == "promote":
+        if under_way is None:
+            raise ConflictError("promoting on the fleet: no canary or shadow is under way")
+        version, previous = under_way.version, current
+    elif by == "rollback" and under_way is not None:
+        version = current
+        withdrawn.append(under_way.version)
     elif by == "rollback":
         below = [version for version in versions if current and int(version) < int(current) and version not in withdrawn]
         version = previous if previous in versions and previous != current else next(iter(below[-1:]), "")
@@ -145,6 +165,8 @@ def next_document(
     withdrawn = [number for number in dict.fromkeys(withdrawn) if number != version][-_MOST_WITHDRAWN:]
     now = time.time()
     return ServingDocument(
+        format=2 if by == "canary" else 1,
+        rollout=rollout if by == "canary" else None,
         # The time, so that a document written after the file was lost has a higher number than the lost one, which replicas
         # know.
         number=max(known.number + 1 if known else 1, int(now * 1e6)),
@@ -364,7 +386,7 @@ class Fleet:
         # Two threads may adopt documents in one order and write them in the other: write until the file has the known one.
         while (document := self.known(model)) is not None:
             try:
-                self._kept.write(model, document.model_dump(mode="json"))
+                self._kept.write(model, document.model_dump(mode="json", exclude_none=True))
             except OSError as error:
                 _log.error("model %r: keeping the %s beside the persistent database failed: %s", model, SERVING, error)
                 return
@@ -393,7 +415,7 @@ class _InvalidError(ModelFileError):
 
 
 def _text(document: ServingDocument) -> bytes:
-    return json.dumps(document.model_dump(mode="json"), indent=1).encode() + b"\n"
+    return json.dumps(document.model_dump(mode="json", exclude_none=True), indent=1).encode() + b"\n"
 
 
 def _format_of(content: bytes) -> int:

@@ -5,12 +5,13 @@ from typing import Literal
 
 from hps.errors import HPSError
 from hps.versions.catalog import ModelCatalog
-from hps.versions.live_models import LiveModels, VersionState
+from hps.versions.live_models import LiveModels, ShownState, shown_state
 
 IndexState = Literal["ready", "loading", "unloading", "unavailable"]
-_STATES: dict[VersionState, tuple[IndexState, str]] = {
+_STATES: dict[ShownState, tuple[IndexState, str]] = {
     "serving": ("ready", ""),
     "available": ("ready", ""),
+    "held": ("ready", ""),
     "kept": ("unavailable", "unloaded; kept for a roll-back"),
     "retiring": ("unloading", ""),
 }
@@ -48,7 +49,7 @@ def version_index(catalog: ModelCatalog, live: LiveModels) -> list[IndexEntry]:
 def _entries(name: str, catalog: ModelCatalog, live: LiveModels) -> list[IndexEntry]:
     found: dict[str, tuple[IndexState, str]] = {}
     for deployment, state in live.versions(name):
-        found.setdefault(deployment.version, _STATES[state])
+        found.setdefault(deployment.version, _STATES[shown_state(deployment, state)])
     loading = live.change_of(name) == "deploying"
     failure = live.failure(name)
     error = "" if failure is None else failure.cause

@@ -6,7 +6,8 @@
                 failed                              gone     serving (rolled back to, with new caches)
 
 Until a version serves, the state is that of its model, since the version is known only after its files are found. A model has
-one change at a time. A failed model keeps its error and the time of the next try; polling shares this back-off.
+one change at a time. A failed model keeps its error and the time of the next try; polling shares this back-off. An available
+version that its checks hold is shown as `held`: it never takes over by itself, and is not kept when it retires.
 """
 
 import logging
@@ -41,6 +42,7 @@ from hps.ground.threads.workers import new_thread
 from hps.statistics.metrics import TIERS
 from hps.statistics.series import Models as CountedModels
 from hps.versions.changes import Change, LoadingTable, cause_of
+from hps.versions.checks.report import CheckReport
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 
 _log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ REFRESHING = "refreshing"
 """A change requested over the network that leaves the versions alone; one per model at a time."""
 
 VersionState = Literal["serving", "available", "kept", "retiring"]
+ShownState = Literal["serving", "available", "held", "kept", "retiring"]
 LifecycleState = Literal["wanted", "loading", "failed", "serving"]
 Wanted: TypeAlias = tuple[ModelConfig, tuple[tuple[str, str], ...]]
 """The selection of a model's policy: its entry, and the numbers and fingerprints of the versions."""
@@ -68,21 +71,23 @@ class VersionInfo:
     """A version of a model and its size. *Immutable.*
 
     Attributes:
-        state: `serving` answers lookups without a version, `available` lookups that name it, `kept` is held for a roll-back,
-            and `retiring` finishes its last lookups.
+        state: `serving` answers lookups without a version, `available` lookups that name it, `held` likewise, since its checks
+            failed, `kept` waits for a roll-back, and `retiring` finishes its last lookups.
         since: time it was put into service, in seconds since the epoch.
         rows: rows of all its tables in the model files.
         size_bytes: bytes of its vectors, by tier as in `metrics.TIERS`; only tiers in use.
         stale_copies: tables that take no online writes, since its network has a copy of them.
+        checks: the report of its checks; None if it was not checked.
     """
 
     model: str
     version: str
-    state: VersionState
+    state: ShownState
     since: float
     rows: int
     size_bytes: dict[str, int]
     stale_copies: tuple[str, ...] = ()
+    checks: CheckReport | None = None
 
 
 def is_transient(error: BaseException, *, versioned: bool = False) -> bool:
@@ -108,7 +113,13 @@ def version_info(deployment: Deployment, state: VersionState) -> VersionInfo:
             tier = TIERS[1 + database.persistent]
             sizes[tier] = sum(database.stats(database.stored(table).tag).vector_bytes for table in deployment.tables)
     config, copies = deployment.config, deployment.stale_copies
-    return VersionInfo(config.model, config.version, state, deployment.since, sum(deployment.rows), sizes, copies)
+    rows, shown = sum(deployment.rows), shown_state(deployment, state)
+    return VersionInfo(config.model, config.version, shown, deployment.since, rows, sizes, copies, deployment.checks)
+
+
+def shown_state(deployment: Deployment, state: VersionState) -> ShownState:
+    """Return the state of a version as people see it."""
+    return "held" if deployment.held and state == "available" else state
 
 
 @dataclass(frozen=True)
@@ -286,6 +297,11 @@ class LiveModels:
         """Describe the models in service that refuse all lookups on a device; empty if none."""
         refusing = {found.config.model: reason for found in self.all() if (reason := found.refuses)}
         return "; ".join(f"model {model!r}: {reason}" for model, reason in refusing.items())
+
+    def held(self, name: str) -> Deployment | None:
+        """Return the version of a model that its checks hold, if any; the highest of several."""
+        found = (deployment for deployment, state in self.versions(name) if shown_state(deployment, state) == "held")
+        return max(found, key=lambda deployment: int(deployment.version), default=None)
 
     def kept(self, name: str) -> list[Deployment]:
         """Return the versions kept for a roll-back, in the order of their replacement."""
@@ -513,7 +529,7 @@ class LiveModels:
             model.users = {version: model.users[version] for version in model.retained}
             for version in before:
                 if version.state == "retiring" and version.deployment is not deployment:
-                    self._retire_later(name, version.deployment, tables)
+                    self._retire_later(name, version.deployment, "drop" if version.deployment.held else tables)
         self.notify_watchers()
         for version in before:
             if version.state == "available" and version.deployment.version in retained:
@@ -533,7 +549,7 @@ class LiveModels:
 
         Raises:
             UnknownModelError: it is not deployed.
-            ConflictError: it is the only version.
+            ConflictError: it is the only version that is not held.
         """
         deployment = self.find(name, version)
         with self._changed:
@@ -541,7 +557,7 @@ class LiveModels:
             if version is None:
                 self.serving = {model: serving for model, serving in self.serving.items() if model != name}
                 self._models[name].wanted = None
-            elif len(out) == 1:
+            elif all(entry.deployment is deployment or entry.deployment.held for entry in out):
                 raise ConflictError(
                     f"undeploying version {version} of model {name!r}: it is the only one; undeploy the model, or deploy "
                     "another version first"
@@ -550,7 +566,10 @@ class LiveModels:
                 remaining = [entry for entry in out if entry.deployment is not deployment]
                 out = [entry for entry in out if entry.deployment is deployment]
                 if self.serving[name] is deployment:
-                    highest = max(remaining, key=lambda entry: int(entry.deployment.version))
+                    highest = max(
+                        (entry for entry in remaining if not entry.deployment.held),
+                        key=lambda entry: int(entry.deployment.version),
+                    )
                     highest.state = "serving"
                     self.serving = {**self.serving, name: highest.deployment}
             for entry in out:

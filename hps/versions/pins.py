@@ -47,7 +47,7 @@ class Pins:
         except DatabaseError:
             return None
 
-    def pin(self, model: str, version: str, by: Literal["deploy", "rollback"]) -> DesiredVersion:
+    def pin(self, model: str, version: str, by: Literal["deploy", "rollback", "canary"]) -> DesiredVersion:
         """Pin a model to its serving version; only until a restart if the pin cannot be written."""
         pin = DesiredVersion(version, by, time.time(), "pin")
         if self._kept.directory is None:
@@ -97,7 +97,7 @@ def _read(kept: KeptFiles, model: str) -> DesiredVersion | None:
             case {
                 "model": str(name),
                 "version": str(version),
-                "by": "deploy" | "rollback" as by,
+                "by": "deploy" | "rollback" | "canary" as by,
                 "since": int() | float() as since,
             }:
                 if name == model and version.isascii() and version.isdecimal():

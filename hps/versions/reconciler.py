@@ -1,12 +1,17 @@
 """Changes the serving versions: the operations on one model, and the loop that brings up the desired versions."""
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Literal
 
 from hps.cache.base import EmbeddingCache
+from hps.configuration.canary import CanaryConfig
 from hps.configuration.load import ModelConfig
 from hps.engine.chain import DatabaseChain
 from hps.errors import (
@@ -15,16 +20,23 @@ from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
     HPSError,
+    NotReadyError,
     TableWidthError,
     UnknownVersionError,
+    VersionHeldError,
 )
 from hps.ground.progress import Progress
 from hps.models.deltas import ResidentTable
 from hps.models.loading.table_load import LoadTargets
+from hps.models.manifest import within
 from hps.types import TableSpec
-from hps.versions.building import load_deployment, reconfigure
+from hps.versions.building import check_transform, load_deployment, reconfigure
+from hps.versions.canary.plan import RolloutPlan
 from hps.versions.catalog import ModelCatalog, ModelVersion
 from hps.versions.changes import Change
+from hps.versions.checks.report import CHECKS, OUTCOMES, CheckReport
+from hps.versions.checks.rows import LEAST_ROWS
+from hps.versions.checks.run import VersionCheck
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
 from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
@@ -39,6 +51,13 @@ _NOT_OF_A_VERSION = dict.fromkeys(("sparse_files", "versions", "version_path", "
 def _is_refusal(error: Exception) -> bool:
     """Return True if a version failed because of its content, so that only another version can serve."""
     return isinstance(error, HPSError) and not isinstance(error, ConflictError) and not is_transient(error)
+
+
+@contextmanager
+def _after(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function first, which may refuse: then no failed change is counted."""
+    call()
+    yield
 
 
 class _SupersededError(ConflictError):
@@ -74,6 +93,7 @@ class Reconciler:
         self._metrics = chain.metrics
         self._unreadable: dict[str, str] = {}  # errors of models whose files cannot be read
         self._tried: dict[str, int] = {}  # by model: number of the last serving document that a deployment was tried for
+        self.tried_out: Callable[[str], Sequence[str]] = lambda name: ()  # versions that a rollout keeps in service
 
     # -- operations ---------------------------------------------------------------------------------------------------------
 
@@ -87,20 +107,25 @@ class Reconciler:
         force: bool = False,
         remember: bool = True,
         pin: bool = False,
+        accept: bool = False,
+        started: Callable[[], None] = lambda: None,
     ) -> None:
         """Put a version, by default the desired one, into service; see `HPS.deploy`.
 
         Args:
             entry: replaces the known entry of the model.
+            accept: let the version serve whatever its checks find.
+            started: called once no other change can begin; raises to refuse the change.
         """
         known = name in self._catalog.names
-        if pin:
+        if pin and not (accept and self._wanted_by_fleet(name, version)):
             self._refuse_in_fleet(name, "deploying")
-        counted = self._metrics.changing("deploy", done=name, failed=name if known else "")
-        with self._live.changing(name, "deploying", progress) as change, counted:
+        counted = self._metrics.changing("deploy", done=name, failed=name if known else "", held=lambda: bool(change.held))
+        with self._live.changing(name, "deploying", progress) as change, _after(started), counted:
             before = None if entry is None else self._catalog.add(entry)
             keeps_entry = False
             try:
+                change.accepts = accept
                 served = self._serve_chosen(name, version, change, force=force, pin=pin, known=known)
                 keeps_entry = remember or not known
             finally:
@@ -110,13 +135,18 @@ class Reconciler:
                 return
             if version is None or pin:
                 self._live.deployed_by_policy(name, (self._catalog.model(name), tuple(served)))
+            if change.held:
+                raise VersionHeldError(change.held)  # its files are known: polling loads it no second time
             if self._catalog.fleet.known(name) is not None:
-                if self._catalog.pins.known(name) is not None:
+                if (ended := self._catalog.pins.known(name)) is not None:
                     self._catalog.pins.end(name)  # otherwise it would return if the model left the fleet
+                    change.ended_pin = ended
             elif not pin:
                 self._log_pin(name, served[-1][0])
             elif version is None:
+                ended = self._catalog.pins.known(name)
                 self._catalog.pins.end(name)
+                change.ended_pin = ended
             else:
                 change.pin = self._catalog.pins.pin(name, version, "deploy")
 
@@ -143,6 +173,9 @@ class Reconciler:
                     chosen = self._catalog.to_serve(name, pinned=not pin, without=refused) if version is None else [version]
                     if not errors:
                         change.proceed = partial(self._end_if_superseded, name, self._catalog.fleet.known(name))
+                        held = self._live.held(name)
+                        if version is None and held is not None and held.version != chosen[-1]:
+                            change.accepts = False  # a newer version came, of which nobody has seen a report
                     others = chosen if version is None else []
                     for number in chosen:
                         fingerprint = self._put_into_service(name, number, change, force=force, chosen=others)
@@ -165,6 +198,23 @@ class Reconciler:
         finally:
             del errors  # their tracebacks refer to this frame
 
+    def check(self, name: str, version: str, against: str | None, proceed: Callable[[], None]) -> CheckReport:
+        """Check a version in service beside another one, and change nothing; see `HPS.check_version`."""
+        new, old = self._live.find(name, version), self._live.find(name, against)
+
+        def proceed_in_service() -> None:
+            proceed()
+            if gone := [each.version for each in (new, old) if self._live.deployed(name, each.version) is not each]:
+                raise ConflictError(f"checking model {name!r}: version {gone[0]} was taken out of service meanwhile")
+
+        report = self._version_check(new, None if old is new else old, proceed_in_service).run()
+        proceed_in_service()
+        return report
+
+    def _version_check(self, new: Deployment, old: Deployment | None, proceed: Callable[[], None]) -> VersionCheck:
+        place = "" if not new.config.version_path else within(new.config.version_path, new.version)
+        return VersionCheck(new, old, self._targets().sources, place, proceed)
+
     def roll_back(self, name: str) -> None:
         """Roll back to the previous version; see `HPS.rollback`."""
         self._refuse_in_fleet(name, "rolling back")
@@ -185,7 +235,7 @@ class Reconciler:
             def select(versions: list[str]) -> list[str]:
                 return [version for version in versions if version != serving.version]
 
-            deployed = kept[-1].renewed(kept[-1].config)
+            deployed = self._renewed(kept[-1], kept[-1].config)
             try:
                 self._updates.start(deployed)  # without waiting: the serving version is worse than late updates
                 self._live.serve(deployed, select, "keep" if serving.config.keep_versions else "drop", kept[-1])
@@ -193,6 +243,110 @@ class Reconciler:
                 deployed.close("keep")
                 raise
             self._rolled_back(name, deployed.version, deployed.fingerprint, change)
+
+    # -- rollouts (`canary.rollouts.ChangesVersions`) ------------------------------------------------------------------------
+
+    def load_beside(
+        self,
+        name: str,
+        version: str | None,
+        *,
+        progress: Progress | None,
+        holds: bool,
+        started: Callable[[str, str, Change], None],
+    ) -> None:
+        """Load a version, and leave it available beside the serving one, where it answers those who name it.
+
+        Args:
+            version: default: the newest.
+            holds: also a version that its checks hold.
+            started: called with the serving and the new version before another change can begin.
+
+        Raises:
+            ConflictError: the version serves.
+            VersionHeldError: its checks refuse it, or hold it. As `bring_up`.
+        """
+        counted = self._metrics.changing("deploy", done=name, failed=name)
+        with self._live.changing(name, "deploying", progress) as change, counted:
+            serving = self._live.find(name, None).version
+            version = version or self.newest(name)
+            if version == serving:
+                raise ConflictError(
+                    f"deploying model {name!r} beside its version {serving}: that one serves; publish a newer one, or name "
+                    "another one with --version"
+                )
+            others = [entry.version for entry, state in self._live.versions(name) if state == "available"]
+            others = [number for number in others if number not in (serving, version)]
+            change.beside = True
+            self._put_into_service(name, version, change, chosen=[*others, version, serving])
+            deployed = self._live.find(name, version)
+            if deployed.held and deployed.checks is not None and not holds:
+                raise VersionHeldError(
+                    f"deploying model {name!r}: version {version} is held, and {serving} serves: {deployed.checks.reason}. "
+                    f"Look at it under its number; publish a better one, shadow it, or `hps deploy {name} --canary 5% --accept`"
+                )
+            started(serving, version, change)
+
+    def take_out(self, name: str, version: str, ended: Callable[[Change], None]) -> None:
+        """Call `ended`, and take a version out of service unless it serves."""
+        counted = self._metrics.changing("rollback", done=name, failed=name)
+        with self._live.changing(name, "rolling back") as change, _after(partial(ended, change)), counted:
+            serving = self._live.serving.get(name)
+            if serving is not None and serving.version != version and self._live.deployed(name, version) is not None:
+                for deployment in self._live.withdraw(name, version):
+                    self._live.retire(name, deployment, "release")
+
+    def promote(self, name: str, version: str, *, unpin: bool, accept: bool, started: Callable[[], None]) -> None:
+        """Let the version of a rollout serve.
+
+        Args:
+            unpin: end the pin, unless a still newer version would then serve that nobody has tried out.
+            started: as for `bring_up`.
+        """
+        if self._catalog.document(name) is not None:
+            self.change_fleet(name, "promote", version)
+            self.bring_up(name, None, started=started)
+        elif unpin and self._catalog.to_serve(name, pinned=False)[-1] == version:
+            self.bring_up(name, None, pin=True, accept=accept, started=started)
+        else:
+            self.bring_up(name, version, pin=True, accept=accept, started=started)
+
+    def pin_to(self, name: str, version: str) -> bool:
+        """Pin a model to its serving version, unless it is pinned or in a fleet; return whether it was done."""
+        if self._catalog.document(name) is not None or self._catalog.pins.known(name) is not None:
+            return False
+        self._catalog.pins.pin(name, version, "canary")
+        return True
+
+    def in_fleet(self, name: str) -> bool:
+        """Return True if a serving document says what every replica serves of a model."""
+        return self._catalog.document(name) is not None
+
+    def change_fleet(self, name: str, change: Literal["promote", "rollback"], version: str) -> None:
+        """End the rollout of a version on every replica, unless the serving document has another one by now, or none.
+
+        Raises:
+            ConflictError: it was to be promoted, and the document neither has its rollout nor the version.
+        """
+        self._catalog.read_document(name)
+        document = self._catalog.document(name)
+        if document is not None and document.rollout is not None and document.rollout.version == version:
+            serving = self._live.serving.get(name)
+            self._catalog.change_fleet(name, change, None, "" if serving is None else serving.version)
+        elif change == "promote" and (document is None or document.version != version):
+            raise ConflictError(f"promoting model {name!r}: another replica has ended the rollout of version {version}")
+
+    def wanted_rollout(self, name: str) -> tuple[int, RolloutPlan | None] | None:
+        """Return the number of a model's serving document and its rollout, as last read; None if it has no document."""
+        document = self._catalog.fleet.known(name)
+        return None if document is None else (document.number, document.rollout)
+
+    def newest(self, name: str) -> str:
+        """Return the highest version of a model."""
+        return self._catalog.versions(name)[-1]
+
+    def canary_config(self, name: str) -> CanaryConfig:
+        return self._catalog.model(name).canary
 
     def end_pin(self, name: str, progress: Progress | None) -> None:
         """End the pin of a model, if it has one; see `HPS.unpin`."""
@@ -213,6 +367,10 @@ class Reconciler:
             self._refuse_in_fleet(name, "undeploying a version of")
         counted = self._metrics.changing("undeploy", done="" if version is None else name, failed=name)
         with self._live.changing(name, "undeploying"), counted:
+            kept = [deployment for deployment in self._live.kept(name) if deployment.version == version]
+            if kept and self._live.deployed(name, kept[0].version) is None:
+                self._live.drop_kept(name, kept)  # with its rows, which nothing but a roll-back would read
+                return
             for deployment in self._live.withdraw(name, version):
                 self._live.retire(name, deployment, "release")
             if version is not None and (pin := self._catalog.pins.known(name)) is not None and pin.version == version:
@@ -265,7 +423,9 @@ class Reconciler:
         yield from [(name, True) for name in self._live.serving if name not in known]
         self._live.forget_others(names)
         for name in names:
-            if (wanted := self._wanted(name)) is not None and self._live.needs_deployment(name, wanted):
+            if (wanted := self._wanted(name)) is None:
+                continue
+            if self._live.needs_deployment(name, wanted) or self._accepted_elsewhere(name, wanted[1][-1][0]):
                 yield name, False
 
     def _not_following(self) -> Iterator[tuple[str, bool]]:
@@ -280,6 +440,11 @@ class Reconciler:
             new = self._tried.get(name) != document.number
             if new:
                 self._live.forget_failure(name)  # of the document before
+            held = self._live.held(name)
+            if held is not None and held.version == document.version and not new:
+                if self._accepted_elsewhere(name, held.version):
+                    yield name, False
+                continue
             if not self._serves(name, document.desired) or (new and not document.version):
                 wanted = self._wanted(name)
                 if wanted is not None and (self._live.failure(name) is None or self._live.needs_deployment(name, wanted)):
@@ -321,6 +486,9 @@ class Reconciler:
         change = self._live.change_of(name)
         pending = bool(change) or self._tried.get(name) != document.number
         reason = self._catalog.fleet.problem(name)
+        held = self._live.held(name)
+        if not reason and held is not None and held.checks is not None and held.version == document.version:
+            reason = self._held_text(held.checks)
         if not reason and not self._serves(name, document.desired):
             cause = self._unreadable.get(name, "") or ("" if failure is None else failure.cause)
             reason = (change and f"{change} it is under way") or ("" if pending else cause) or "it is not deployed yet"
@@ -328,11 +496,17 @@ class Reconciler:
         return FleetStatus(document, serving, not reason, pending, reason, self._catalog.fleet.age_s(name))
 
     def chosen_by(self, name: str, serving: str) -> str:
-        """Describe the pin or document that chose the serving version of a model; empty if its policy did."""
+        """Describe the pin or document that chose the serving version, a version that is held, and one that cannot be read."""
         status = self.fleet(name)
         desired = self._catalog.pins.known(name) if status is None else status.document.desired
         reason = f"; {status.reason}" if status is not None and status.reason else ""
-        return "" if desired is None else desired.describe(serving) + reason
+        found = ["" if desired is None else desired.describe(serving) + reason]
+        held = self._live.held(name)
+        if held is not None and held.checks is not None and (status is None or held.version != status.document.version):
+            found.append(f"version {held.version} is held: {held.checks.reason}")
+        if status is None and (unreadable := self._unreadable.get(name)):
+            found.append(f"polling leaves it as it is: {unreadable}")
+        return "; ".join(filter(None, found))
 
     def check_integrity(self) -> list[str]:
         """Return a sentence for each broken invariant of the states and the desired versions."""
@@ -362,6 +536,11 @@ class Reconciler:
                 f"{doing} model {name!r}: its {SERVING} says what every replica serves: {document}. Change it for all of them "
                 "(--fleet, or POST /v1/models/{model}/fleet)"
             )
+
+    def _wanted_by_fleet(self, name: str, version: str | None) -> bool:
+        """Return True if a model has a serving document that wants this version: accepting it changes no fleet."""
+        document = self._catalog.document(name)
+        return document is not None and version in (None, document.version)
 
     def _end_if_superseded(self, name: str, chosen_by: ServingDocument | None) -> None:
         """End a load before its version takes over, if the serving document has changed."""
@@ -399,11 +578,19 @@ class Reconciler:
         fingerprints = self._catalog.fingerprints(wanted)
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
         same_files = current if current and current.fingerprint == fingerprint and not force else None
+        if current and same_files and not only_available:
+            if change.accepts:
+                self._accept(current)
+            elif current.held and current.checks is not None:
+                if (report := self._accepted_report(current)) is not None:
+                    current.checks = current.checks.accepted(report.accepted_at or 0.0)
+                else:
+                    only_available, change.held = True, self._held_text(current.checks)
         if current and same_files:
             refuse_format_in_service(current.config, config)
             same = _same_settings(current.config, config)
             if same or current.chain.databases:
-                deployed = current if same else self._renewed(current, config)
+                deployed = current if same else self._renewed(current, config, wanted.written_at_us)
                 # A running modification is in the database and not in the caches yet. Lookups that missed the old caches have
                 # already answered its rows, so caches with the rows before it must not take over; nor may a modification start
                 # before the old lookups have ended.
@@ -422,6 +609,8 @@ class Reconciler:
                 if not only_available:
                     self._retire_unselected(deployed, chosen)
                 return fingerprint
+        if name not in self._live.serving and not change.accepts:
+            self._refuse_held(name, version, fingerprint)
         replacing = partial(self._replace, name, wanted, fingerprints, same_files, change, force=force, chosen=chosen)
         try:
             replacing()
@@ -443,7 +632,7 @@ class Reconciler:
         policy = self._catalog.model(name).version_policy
 
         def select(versions: list[str]) -> list[str]:
-            return [*chosen, *policy.chosen(versions, also=serving.version)]
+            return [*chosen, *self.tried_out(name), *policy.chosen(versions, also=serving.version)]
 
         available = [entry.version for entry, state in self._live.versions(name) if state in ("serving", "available")]
         if not {*available} <= {*select(available)}:
@@ -476,7 +665,7 @@ class Reconciler:
         old = next((entry for entry in kept if (entry.version, entry.fingerprint) == (version, fingerprint)), None)
         same = old and old.config.row_dtype == config.row_dtype and not _other_tables(old.config, config)
         if old and same and current is None and not force:  # including its online writes
-            deployed, kept = self._renewed(old, config), [entry for entry in kept if entry is not old]
+            deployed, kept = self._renewed(old, config, wanted.written_at_us), [entry for entry in kept if entry is not old]
         else:
             used = {table.slot for deployment, _ in self._live.versions(name) for table in deployment.tables}
             slot = free_slot(config, fingerprints, used, self._chain, force=force, keep=targets.keep)
@@ -515,19 +704,112 @@ class Reconciler:
         # serve.
         try:
             self._updates.start_and_wait(deployed, is_closing, change.wait_for)
+            if old is None and (not only_available or change.beside):
+                self._check(deployed, change, is_closing)
             change.proceed()
-            self._live.serve(deployed, select, fate, old, only_available=only_available)
+            if change.beside or (deployed.held and not only_available):
+                self._live.serve(deployed, self._without_held(name), fate, old, only_available=True)
+                kept = []  # nothing was replaced
+            else:
+                self._live.serve(deployed, select, fate, old, only_available=only_available)
         except BaseException:
             if self._live.serving.get(name) is not deployed:
                 deployed.close("keep" if old else "release")
             raise
         self._drop_rest(name, kept, config)
 
-    def _renewed(self, current: Deployment, config: ModelConfig) -> Deployment:
+    def _check(self, deployed: Deployment, change: Change, is_closing: Callable[[], bool]) -> None:
+        """Check a loaded version, and record the report in it.
+
+        A version below the serving one is a way back, and is not checked: the serving one may be what is wrong.
+
+        Raises:
+            VersionHeldError: it must not serve, and cannot be held: it is refused, no version serves meanwhile, or the serving
+                one has its number.
+        """
+        config, documents = deployed.config, self._catalog.checks
+        serving = self._live.serving.get(config.model)
+        if not config.checks.enabled or (serving is not None and int(deployed.version) < int(serving.version)):
+            return
+
+        def proceed() -> None:
+            change.proceed()
+            if is_closing():
+                raise NotReadyError(f"deploying model {config.model!r}: the parameter server is closed")
+
+        change.wait_for("its checks")
+        report = self._version_check(deployed, serving, proceed).run()
+        change.wait_for("")
+        counted = Counter((found.check, found.outcome) for found in report.checks)
+        for check, outcome in product(CHECKS, OUTCOMES):  # zeros, too: the first failure is then visible as an increase
+            self._metrics.version_checks.labels(config.model, check, outcome).inc(counted[check, outcome])
+        before = documents.read(config.model, config.version_path, report.version, report.fingerprint)
+        deployed.checks = report
+        if change.accepts:
+            self._accept(deployed)
+        elif before is not None and before.accepted_at is not None:
+            deployed.checks = report.accepted(before.accepted_at)
+        elif serving is None:
+            self._refuse_held(config.model, report.version, report.fingerprint)  # by another replica, during the load
+        documents.write(deployed.checks, config.version_path)
+        verdict = deployed.checks.verdict
+        if verdict in ("passed", "accepted"):
+            for failed in report.failed:
+                _log.warning("model %r: version %s: %s; it serves (%s)", config.model, report.version, failed, failed.policy)
+            compared = [found for found in report.checks if found.check not in ("finite", "expected")]
+            uncompared = {found.outcome for found in compared} == {"skipped"}
+            if serving is not None and uncompared and max(deployed.rows) >= LEAST_ROWS:
+                _log.warning("model %r: version %s serves unchecked: %s", config.model, report.version, compared[0])
+            return
+        if verdict == "refused" or serving is None or serving.version == deployed.version:
+            raise VersionHeldError(f"{_refused(config.model, report.version)}: {report.reason}; {_advice(config.model)}")
+        change.held = self._held_text(report)
+        _log.error("%s", change.held)
+
+    def _without_held(self, name: str) -> Callable[[list[str]], list[str]]:
+        """Return a selection of all versions but one that its checks held before."""
+        before = self._live.held(name)
+        return lambda versions: [version for version in versions if before is None or version != before.version]
+
+    def _accept(self, deployed: Deployment) -> None:
+        """Let a version serve that its checks hold."""
+        if deployed.checks is not None and deployed.checks.verdict in ("held", "refused"):
+            deployed.checks = deployed.checks.accepted(time.time())
+            self._catalog.checks.write(deployed.checks, deployed.config.version_path)
+
+    def _refuse_held(self, name: str, version: str, fingerprint: str) -> None:
+        """Refuse a version, while none serves, that was held before: nothing can be compared with it now."""
+        config = self._catalog.model(name)
+        report = self._catalog.checks.read(name, config.version_path, version, fingerprint) if config.checks.enabled else None
+        if report is not None and report.verdict == "held":
+            raise VersionHeldError(f"{_refused(name, version)}, since it was held: {report.reason}; {_advice(name)}")
+
+    def _accepted_elsewhere(self, name: str, version: str) -> bool:
+        """Return True if a version is held here, and was accepted on another replica."""
+        held = self._live.held(name)
+        return held is not None and held.version == version and self._accepted_report(held) is not None
+
+    def _accepted_report(self, held: Deployment) -> CheckReport | None:
+        """Return the report of a held version if it was accepted on another replica."""
+        config = held.config
+        report = self._catalog.checks.read(config.model, config.version_path, held.version, held.fingerprint)
+        return None if report is None or report.accepted_at is None else report
+
+    def _held_text(self, report: CheckReport) -> str:
+        name, version = report.model, report.version
+        return (
+            f"deploying model {name!r}: version {version} is held, and {report.against} serves: {report.reason}. Look at it "
+            f"under its number; {_advice(name)}"
+        )
+
+    def _renewed(self, current: Deployment, config: ModelConfig, written_at_us: int = 0) -> Deployment:
         """Build new sessions, with the caches of `config`, over the tables of a version."""
         if _same_settings(current.config, config):
-            return current.renewed(current.config)
-        return reconfigure(current, config)
+            renewed = current.renewed(current.config)
+            renewed.start_aging()
+            return renewed
+        check_transform(config, self._targets().sources)
+        return reconfigure(current, config, written_at_us)
 
     def _resident_tables(self, name: str, version: str) -> list[ResidentTable]:
         """Return the tables of a version in service or kept."""
@@ -546,8 +828,16 @@ class Reconciler:
         versions = self._live.versions(name)
         live = [table for deployment, _ in versions for table in deployment.tables] + list(loading)
         kept_versions = sum(state in ("kept", "retiring") for _, state in versions)
-        for tags in leftovers(config, live, kept_versions, self._chain):
+        for tags in leftovers(config, live, kept_versions, self._chain, self.tried_out(name)):
             self._chain.discard(tags)
+
+
+def _refused(name: str, version: str) -> str:
+    return f"deploying model {name!r}: version {version} is refused"
+
+
+def _advice(name: str) -> str:
+    return f"publish a better one, or `hps deploy {name} --accept`"
 
 
 def _same_settings(entry: ModelConfig, other: ModelConfig) -> bool:

@@ -155,7 +155,7 @@ def _is_slot_of(slot: str, config: ModelConfig) -> bool:
 
 
 def leftovers(
-    config: ModelConfig, live: Sequence[TableSpec], kept_versions: int, chain: DatabaseChain
+    config: ModelConfig, live: Sequence[TableSpec], kept_versions: int, chain: DatabaseChain, needed: Collection[str] = ()
 ) -> list[Mapping[Database, Sequence[str]]]:
     """Return the tags in each database of tables that an earlier process left and that can be dropped.
 
@@ -166,6 +166,7 @@ def leftovers(
     Args:
         live: tables in use by versions of the model.
         kept_versions: number of replaced versions that this process keeps.
+        needed: versions whose tables stay, since they are about to be loaded.
     """
     stored: list[tuple[str, str, str]] = []
     used = {database: {database.stored(table).tag for table in live} for database in chain.databases}
@@ -184,7 +185,7 @@ def leftovers(
     below = sorted({int(slot) for slot in slots.values() if slot.isdecimal() and int(slot) < int(config.version)})
     count = config.keep_versions - kept_versions
     retained = set(map(str, below[-count:])) if count > 0 else set()
-    unneeded = [tag for tag, slot in slots.items() if slot not in retained]
+    unneeded = [tag for tag, slot in slots.items() if slot not in retained and slot.partition(".")[0] not in needed]
     return [_unused_tags(tag, used) for tag in unneeded] + others
 
 

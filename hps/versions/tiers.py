@@ -19,6 +19,7 @@ from hps.scoring.packing import gather
 from hps.statistics.metrics import Metrics
 from hps.stores.base import Database, PersistentDatabase
 from hps.stores.unavailable import UnavailableDatabase
+from hps.tensors import strings
 from hps.tensors.pooling import counted_positions, pool_rows
 from hps.versions.cache_sizes import RESIDENT, is_direct
 
@@ -145,5 +146,6 @@ def served_kernels(configuration: Configuration, cache_class: type[EmbeddingCach
         *FRONTEND_KERNELS,
         *ENGINE_KERNELS,
         gather,
+        *(strings.KERNELS if any(model.transform for model in configuration.models) else ()),
     ]
     return list(dict.fromkeys(found))

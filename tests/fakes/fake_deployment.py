@@ -16,6 +16,7 @@ class FakeDeployment:
 
     def __init__(self, version: str) -> None:
         self.version, self.config, self.chain = version, ENTRY, SimpleNamespace(databases=["some"])
+        self.held, self.checks = False, None
         self.released = threading.Event()
         self.released.set()
 

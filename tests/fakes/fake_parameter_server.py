@@ -11,7 +11,10 @@ from hps.errors import UnknownModelError, UnknownVersionError
 from hps.statistics.metrics import Metrics
 from hps.tensors.batch import Batch
 from hps.types import TableSpec
+from hps.versions.canary.records import RolloutRecords
+from hps.versions.canary.rollouts import Rollouts
 from hps.versions.desired import DesiredVersion
+from hps.versions.kept_files import KeptFiles
 from hps.versions.live_models import LiveModels, VersionInfo
 
 
@@ -23,13 +26,16 @@ class FakeDeployment:
     keys_per_sample: int = 1
     one_device: int | None = None
     scores: None = None
+    aging: None = None
     device_caches: tuple[()] = ()
     refuses: str = ""
 
     @property
     def config(self) -> SimpleNamespace:
         return SimpleNamespace(
-            model=self.tables[0].model_name, embedding_table_names=[table.table_name for table in self.tables]
+            model=self.tables[0].model_name,
+            embedding_table_names=[table.table_name for table in self.tables],
+            transform=None,
         )
 
     @property
@@ -65,6 +71,8 @@ class FakeParameterServer:
         self.checked: dict[str, object] = {}
         self._deployment = FakeDeployment(tuple(tables))
         self.live = LiveModels({model: self._deployment})  # type: ignore[dict-item]
+        records = RolloutRecords(KeptFiles(None, "rollouts"))
+        self.rollouts = Rollouts(self.live, None, records, self.metrics)  # type: ignore[arg-type]  # it starts none
 
     def model(self, name: str, version: str | None = None) -> FakeDeployment:
         if name not in self.models:
@@ -79,6 +87,9 @@ class FakeParameterServer:
         return [VersionInfo(name, self.model(name).version, "serving", 0.0, 0, {})]
 
     def pin(self, name: str) -> DesiredVersion | None:
+        return None
+
+    def rollout(self, name: str) -> None:
         return None
 
     def fleet(self, name: str) -> None:

@@ -26,7 +26,8 @@ class ArrayNetwork(Network):
     """Runs a function of arrays; opened from a file, the function that its JSON describes.
 
     `{"factor": f}`: each output is f times the sum of all inputs of a sample. `"does"`: with `"samples"` of them (2; 0 is when
-    it is opened), `hang` until the file beside it is removed (`"until"`), `raise`, `nan`, `short` (one sample too few);
+    it is opened), `hang` until the file beside it is removed (`"until"`), `slow` by `"seconds"`, `raise`, `nan`, `short` (one
+    sample too few);
     `exit` (it ends the process); `memory` (it does not fit). `"bytes_per_sample"`: allocated while it runs. `"adds"`: each
     output is its only input plus this, in int64: a keys program. `"keeps"`: outputs that are inputs, by name.
 
@@ -138,6 +139,8 @@ def _misbehaving(said: Mapping[str, Any], scores: np.ndarray) -> np.ndarray:
             until = time.monotonic() + 300
             while Path(said["until"]).exists() and time.monotonic() < until:
                 time.sleep(0.01)
+        case "slow":
+            time.sleep(said["seconds"])
         case "exit":
             os._exit(1)
         case "raise":
@@ -206,7 +209,9 @@ class FakeTables:
 
     def graph_lookups(self) -> GraphLookups:
         self.parts.append(FakeGraphPart(self))
-        return GraphLookups(self.parts[-1], lambda batch: None, lambda found: self.counted.update(found.keys), lambda: None)
+        return GraphLookups(
+            self.parts[-1], lambda batch: None, lambda found: self.counted.update(found.keys), lambda: None, lambda: False
+        )
 
     def vectors(self, table: int, keys: np.ndarray) -> np.ndarray:
         dim = self.specs[table].dim

@@ -1,6 +1,6 @@
 """Runs rings 1 and 2 beside loops that keep every core busy, and what fails there ten times more.
 
-    python -m tests.nightly.busy [argument of pytest ...]      by default tests/ring1 tests/ring2
+    python -m tests.nightly.busy [argument of pytest ...]      by default tests/ring1 tests/ring2 tests/docs
 
 Writes flaky.txt: the tests that failed and then passed at least once, with how often they passed. Exits with 0 if all passed.
 """
@@ -49,7 +49,7 @@ def failures(*arguments: str) -> list[str]:
 def main(arguments: list[str]) -> int:
     parallel = ["--numprocesses", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
     with busy():
-        failed = failures(*parallel, *(arguments or ["tests/ring1", "tests/ring2"]))
+        failed = failures(*parallel, *(arguments or ["tests/ring1", "tests/ring2", "tests/docs"]))
         passed = {test: sum(not failures(test) for _ in range(AGAIN)) for test in failed}
     (ROOT / "flaky.txt").write_text("".join(f"{count} of {AGAIN} {test}\n" for test, count in passed.items() if count))
     print(*(f"{test}: passed {count} of {AGAIN} times afterwards" for test, count in passed.items()), sep="\n")

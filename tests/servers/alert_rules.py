@@ -62,14 +62,16 @@ class Timeline:
     Args:
         directory: for promtool's files.
         replicas: a client of each, by the name of its instance.
+        disks: their disks are the test's. Others may be full.
 
     Attributes:
         now: what the first replica said last.
     """
 
-    def __init__(self, directory: Path, replicas: dict[str, httpx.Client]) -> None:
+    def __init__(self, directory: Path, replicas: dict[str, httpx.Client], *, disks: bool = False) -> None:
         self._file = directory / "tabletop.yml"
         self._replicas = replicas
+        self._left_out = "" if disks else "hps_disk_"
         self._series: dict[tuple[str, str], list[str]] = {}
         self._last: dict[tuple[str, str], float] = {}
         self._minutes = 0
@@ -91,6 +93,10 @@ class Timeline:
 
     def _stretch(self, instance: str, minutes: int, begin: Scrape, end: Scrape) -> None:
         for series, value in end.values.items():
+            if self._left_out and series.startswith(self._left_out):
+                continue
+            if "_timestamp_seconds{" in series:  # minutes begin at 0
+                value += 60 * self._minutes - time.time()
             key, step = (instance, series), 0.0
             if series in end.growing:
                 step = (value - begin.values.get(series, 0.0)) * 60 / (end.moment - begin.moment)

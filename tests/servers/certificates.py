@@ -38,7 +38,7 @@ class Authority:
         self.path = directory / f"{name.replace(' ', '-')}.pem"
         self.path.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str, file: str = "", *, also: tuple[str, ...] = (), days: int = 1) -> Pair:
+    def sign(self, name: str, file: str = "", *, also: tuple[str, ...] = (), days: int = 30) -> Pair:
         """Make a certificate for a name and for 127.0.0.1.
 
         Args:

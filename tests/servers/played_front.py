@@ -60,23 +60,25 @@ class Engine:
         tables = [TableSpec(name, "item", dim, 0.0, 10_000) for dim in dims]
         return self.loop_state.add(tables, None), tables
 
-    def publish(self, *, blocked="", settings=SETTINGS, **models):
-        """Write the page: of each model its (deployment_id, tables)."""
+    def publish(self, *, blocked="", settings=SETTINGS, rollouts=None, **models):
+        """Write the page: of each model its (deployment_id, tables), or those of several versions, of which 1 serves."""
         configuration = configuration_of(settings)
         page = {
             "models": {
                 name: {
-                    "1": {
+                    version: {
                         "tables": list(map(asdict, tables)),
                         "keys_per_sample": 1,
                         "deployment_ids": [[0, deployment_id]],
                         "lost": [],
                     }
+                    for version, (deployment_id, tables) in (found if isinstance(found, dict) else {"1": found}).items()
                 }
-                for name, (deployment_id, tables) in models.items()
+                for name, found in models.items()
             },
             "serving": dict.fromkeys(models, "1"),
             "reasons": {},
+            "rollouts": rollouts or {},
             "blocked": blocked,
             "settings": configuration.service.model_dump(mode="json"),
             "tokens": [],

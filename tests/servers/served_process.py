@@ -49,8 +49,13 @@ class ServedProcess:
         """Process of the engine."""
         return service_processes(self._process.pid, self._fronts, int(self._port))[ENGINE]
 
-    def start(self) -> None:
-        """Start it, and wait until it is ready."""
+    @property
+    def pid(self) -> int:
+        """Process that signals are sent to."""
+        return self._process.pid
+
+    def start(self, *, ready: bool = True) -> None:
+        """Start it, and wait until it is ready, or listens."""
         with self._log.open("w") as log:
             arguments = ("serve", self._config, "--port", self._port, "--fronts", self._fronts, *self._more)
             self._process = self._children.hps(*arguments, stdout=log, stderr=log)
@@ -58,9 +63,14 @@ class ServedProcess:
         def listening() -> re.Match[str] | None:
             assert self._process.poll() is None, self.log()
             found = re.search(r"listening on (https?)://127.0.0.1:([0-9]+)", self.log())
-            return found if "ready; try" in self.log() else None
+            return found if not ready or "ready; try" in self.log() else None
 
-        self._scheme, self._port = wait_until(listening, "the service is ready").groups()
+        self._scheme, self._port = wait_until(listening, "the service is ready" if ready else "it listens").groups()
+
+    def start_again(self, *, ready: bool = True) -> None:
+        """Wait until it has ended, and start it again, as a supervisor does."""
+        self._process.wait(60)
+        self.start(ready=ready)
 
     def stop(self, number: int = signal.SIGINT) -> None:
         """Stop it, and wait until none of its processes answers: those of a killed parent end after it."""

@@ -94,7 +94,7 @@ def run(regions: IndexArray, deployments: IndexArray, tables: IndexArray, state:
                     refuse(regions, place, slot, status, scratch)
                     continue
                 row = header[H_DEPLOYMENT_ID] & (MOST_DEPLOYMENTS - 1)
-                if deployments[row, D_RESIDENT] == 0 or header[H_FLAGS] != 0 or header[H_KEYS] > MOST_KEYS:
+                if deployments[row, D_RESIDENT] <= began or header[H_FLAGS] != 0 or header[H_KEYS] > MOST_KEYS:
                     hand_over(state, queue, place, slot, header[H_FLAGS])
                     continue
                 first, in_flight = deployments[row, D_FIRST], deployments[row].ctypes.data + 8 * D_IN_FLIGHT

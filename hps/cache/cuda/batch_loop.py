@@ -416,9 +416,9 @@ def _add(
 
 
 @njit()
-def _is_resident(deployments: IndexArray, row: int, header: IndexArray, read: IndexArray) -> bool:
+def _is_resident(deployments: IndexArray, row: int, header: IndexArray, read: IndexArray, scratch: int) -> bool:
     """Return whether a batch can take a request."""
-    if deployments[row, D_RESIDENT] == 0 or header[H_FLAGS] != 0:
+    if deployments[row, D_RESIDENT] <= now_ns(scratch) or header[H_FLAGS] != 0:
         return False
     if header[H_KEYS] > MOST_KEYS or header[H_SEGMENTS] > BATCH_SEGMENTS:
         return False
@@ -484,7 +484,7 @@ def run(
                     refuse(regions, place, take(regions, place), status, scratch)
                     continue
                 row = header[H_DEPLOYMENT_ID] & (MOST_DEPLOYMENTS - 1)
-                if functions[F_FAILED] != 0 or not _is_resident(deployments, row, header, read):
+                if functions[F_FAILED] != 0 or not _is_resident(deployments, row, header, read, scratch):
                     take(regions, place)
                     hand_over(state, queue, place, slot, header[H_FLAGS])
                     continue

@@ -653,7 +653,7 @@ class TableLoad:
             return
         finding = f"{found.rows} of {self._model.rows} rows have an infinity or NaN, the first that of key {found.first_key}"
         if found.rows <= allowed:
-            _log.warning("Table: %s; %s; max_nonfinite_rows allows %d.", self._tag, finding, allowed)
+            _log.warning("Table: %s; %s; max_nonfinite_rows or checks.finite allow them.", self._tag, finding)
             return
         for database in databases:
             database.drop_table(self._tag_in(database))

@@ -48,7 +48,7 @@ class DatabaseRows:
     def chunk_rows(self) -> int:
         return rows_of_a_chunk(self.stored.width)
 
-    def chunks(self, chunk_rows: int, row_dtype: str) -> Iterator[tuple[KeyArray, RowArray]]:
+    def chunks(self, chunk_rows: int, row_dtype: str) -> Generator[tuple[KeyArray, RowArray], None, None]:
         """Yield every row once, in a format, in chunks as of `Database.scan`.
 
         Raises:
@@ -103,8 +103,8 @@ def warm_up(
     step = max(_MIN_STEP_ROWS, int(capacity * min(fraction_per_iteration, 1.0)))
     _log.info('EC initialization for model: "%s", num_tables: %d', table.model_name, len(cache.tables))
     _log.info("EC initialization on device: %d for %s", cache.device_id, table.tag)
-    _log.info(  # as HugeCTR logs it
-        "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning"
+    _log.info(  # as HugeCTR logs it, less a doubled word
+        "Initialize the embedding cache by inserting the same size model file with embedding cache from beginning"
     )
     with closing(_chunks(sparse_model, rows, step, cache.host_buffer)) as chunks:
         for start, keys, rows_read in chunks:

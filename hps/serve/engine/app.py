@@ -20,6 +20,7 @@ from hps.configuration.load import ServiceConfig
 from hps.configuration.tokens import WatchedTokens, published
 from hps.serve.engine.batches import FrontendLink
 from hps.serve.engine.call_threads import CallThreads
+from hps.serve.engine.conditions import ConditionWatch
 from hps.serve.engine.history import History
 from hps.serve.engine.lifecycle import Lifecycle
 from hps.serve.engine.routes.pages import OPEN_PATHS
@@ -37,7 +38,7 @@ from hps.serve.http.memory_budget import MemoryBudget
 from hps.serve.http.refusals import Refusals
 from hps.serve.http.targets import row_target
 from hps.serve.logs.changes import log_change, request_line
-from hps.serve.logs.lines import RecentProblems
+from hps.serve.logs.problems import RecentProblems
 from hps.serve.logs.requests import POLLED, SERVED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
 
@@ -73,6 +74,7 @@ class Application:
         self.problems = RecentProblems()
         self.address = ("", 0)
         self._history = History(lambda: opened.metrics if (opened := lifecycle.opened) is not None else None)
+        self._watch = ConditionWatch(lifecycle)
         self.authorization = Authorization(settings)
         self._tokens: WatchedTokens | None = None
         self._statistics = InferenceStatistics()
@@ -164,7 +166,9 @@ class Application:
                 files = RowFileRoutes(lifecycle, lifecycle.configuration.model_source.peers, self._files)
                 routers = [
                     admin_routes(lifecycle, self._reports, ERRORS),
-                    status_routes(lifecycle, metrics, self.problems, self._history, texts, ERRORS),
+                    status_routes(
+                        lifecycle, metrics, self.problems, self._watch, self._history, self.authorization, texts, ERRORS
+                    ),
                     shared_memory_routes(self.link.shared_memory, ERRORS),
                     files.router(ERRORS),
                 ]
@@ -253,11 +257,13 @@ class Application:
         logging.getLogger().addHandler(self.problems)
         self.lifecycle.start()
         self._history.start()
+        self._watch.start()
         try:
             yield
         finally:
             self.lifecycle.refuse()
             await asyncio.to_thread(self._history.close)
+            await asyncio.to_thread(self._watch.close)
             idle = True
             for threads in (self.link, self._rows, self._reports, self._texts, self._files):
                 if not await asyncio.to_thread(threads.close, CLOSE_TIMEOUT_S):

@@ -78,9 +78,17 @@ class _Served:
         }
         with self._settling:
             ended, self._ended = self._ended, False
+        if deployment.aging is not None:
+            deployment.aging.watch(self._trust_until)
         if ended:  # the session has closed meanwhile, and its cache may be gone; no frontend knows the id yet
             self.end(0.0)
             raise NotReadyError(f"serving model {deployment.config.model!r}: it was undeployed")
+
+    def _trust_until(self, valid_until_ns: int) -> None:
+        """Answer without Python only until then, by `time.time_ns`; see `RowAging`."""
+        until_ns = time.perf_counter_ns() + valid_until_ns - time.time_ns()
+        for loop_state in self._loop_states:
+            loop_state.trust_until(self.deployment_id, until_ns)
 
     def end(self, timeout_s: float) -> bool:
         """Remove the deployment from every loop. Return False if one is still using it."""
@@ -194,6 +202,7 @@ class FrontendLink:
             thread.start()
         server.live.watchers.append(self.publish)
         server.metrics.settling.add(self.settle)
+        server.rollouts.figures.add(self.rollout_figures)
         server.checked["regions of the frontends"] = self
         self.publish()
 
@@ -232,6 +241,10 @@ class FrontendLink:
             if found is not None and are_figures(found[1]):  # else it is being written, or invalid
                 self._figures[nth] = found[1]
         return [self._figures[nth] for nth in sorted(self._figures)]
+
+    def rollout_figures(self) -> list[tuple[str, Sequence[float]]]:
+        """Return the counts of rollouts of each frontend, with the id of their rollout."""
+        return [counted for figures in self.figures() for counted in figures["rollouts"].items()]
 
     @property
     def answers_clients(self) -> bool:
@@ -280,15 +293,25 @@ class FrontendLink:
                     "lost": [device for device, session in deployment.sessions.items() if session.lost],
                 }
             latest = {} if server is None else server.live.serving
-            serving = {name: deployment.version for name, deployment in latest.items() if name in models}
+            loading = {} if server is None else {name: server.rollouts.loading(name) for name in latest}
+            serving = {
+                name: deployment.version for name, deployment in latest.items() if name in models and not loading.get(name)
+            }
+            rollouts = {} if server is None else server.rollouts.published()
             snapshot = {
                 "models": models,
                 "serving": serving,
+                "rollouts": {
+                    name: rollout
+                    for name, rollout in rollouts.items()
+                    if name in models and {rollout["version"], rollout["serving"]} <= models[name].keys()
+                },
                 "reasons": {
                     status.name: self._lifecycle.states.reason(status.name)
                     for status in self._lifecycle.states.models()
                     if status.name not in serving
-                },
+                }
+                | {name: reason for name, reason in loading.items() if reason},
                 "blocked": self._lifecycle.blocked,
                 "tokens": self.tokens,
                 "settings": self._settings_of(self._lifecycle.configuration.service),
@@ -514,7 +537,13 @@ def _published(deployment: Deployment) -> dict[str, Any]:
             "max_samples": scores.max_samples,
         }
     tables = [asdict(replace(table, share=None)) for table in deployment.tables]  # frontends know no shares
-    return {"tables": tables, "keys_per_sample": deployment.keys_per_sample, "network": network}
+    transform = None if (of := deployment.config.transform) is None else of.model_dump(mode="json")
+    return {
+        "tables": tables,
+        "keys_per_sample": deployment.keys_per_sample,
+        "network": network,
+        "transform": transform,
+    }
 
 
 def _batch_of(deployment: Deployment, memory: Memory, slot: int, words: list[int], bags: dict[str, Any] | None) -> Batch:

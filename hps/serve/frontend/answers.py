@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from hps.regions.layout import Memory
 from hps.serve.protocol.open_inference import AnswerLayout
 
 HEAD_BYTES: Final = 768
@@ -35,3 +39,8 @@ class Plan:
     answer: bytes  # head of the answer over HTTP, up to the request's id
     keys: int  # number of keys
     layout: AnswerLayout | None = None  # of an answer with 16-bit outputs, which the frontend converts
+    numbers: tuple[tuple[str, int, int], ...] = ()  # vectors or scores as the engine writes them: dtype, offset, size
+
+    def arrays(self, memory: Memory, slot: int) -> list[npt.NDArray[Any]]:
+        """Return the vectors or scores in a slot, flat; views of its memory."""
+        return [np.frombuffer(memory.view, dtype, size, slot + at) for dtype, at, size in self.numbers]

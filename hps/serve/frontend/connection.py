@@ -75,6 +75,7 @@ class Connection(asyncio.BufferedProtocol):
         self._target: LookupTarget | None = None
         self._raw = b""
         self._served: Served = cast(Served, None)
+        self._drawn: Served | None = None  # of a request that could not be repeated
         self._started = 0.0
         self._watched = False
         self._fill = _EMPTY  # receives the rest of the body
@@ -265,8 +266,7 @@ class Connection(asyncio.BufferedProtocol):
                 started = time.perf_counter()
                 crowded = self.frontend.exchange.slots.crowded  # see `_can_take_slot`
                 free = not crowded or there >= len(prefix) + plan.keys_bytes
-                if free and self.frontend.can_reuse(self._last_snapshot, started):
-                    self._repeat(plan, started)
+                if free and self.frontend.can_reuse(self._last_snapshot, started) and self._repeat(plan, started):
                     return
         while self._at < self._have and buffer[self._at] in b"\r\n":  # RFC 9112, section 2.2
             self._at += 1
@@ -288,7 +288,7 @@ class Connection(asyncio.BufferedProtocol):
         self._raw = raw = bytes(self._view[self._at : end])
         self._at = end
         self._started = time.perf_counter()
-        self._served = self.frontend.served()
+        self._served, self._drawn = self._drawn or self.frontend.served(), None
         self._left = 0
         # A client that sends head and body apart, as most libraries do, is seen here before `_prefix` is complete.
         self._head = head = self._last_head if self._prefix.startswith(raw) else Head(raw)
@@ -359,11 +359,18 @@ class Connection(asyncio.BufferedProtocol):
         """Return True if a request with `size` bytes of body may take a slot now."""
         return not self.frontend.exchange.slots.crowded or self._have - self._at >= size
 
-    def _repeat(self, plan: Plan, started: float) -> None:
+    def _repeat(self, plan: Plan, started: float) -> bool:
+        """Start the last lookup again, with other keys; return False if a canary gives this one to another version."""
         frontend, last = self.frontend, self._last
         self._started = started
-        self._served = served = Served()
+        served = Served()
         served.id = frontend.new_id()
+        if last.version.rollout is not None:
+            served.headers = self._last_head.headers
+            if frontend.published.version_of(last.target, served) is not last.version:
+                self._drawn = served  # with its id: drawn twice, the share of the versions would be another
+                return False
+        self._served = served
         served.identity = last.served.identity
         served.model, served.version = last.target.model_name, last.version.tables.version
         self._head, self._target, self._watched = self._last_head, last.target, False
@@ -377,6 +384,7 @@ class Connection(asyncio.BufferedProtocol):
             self, last.target, served, last.version, last.text, plan, device=plan.device, began_ns=began
         )
         self._receive_keys()
+        return True
 
     def _receive_keys(self) -> None:
         """Take a slot for a planned lookup, and copy the keys that have arrived; wait if there is no slot."""

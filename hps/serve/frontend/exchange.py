@@ -8,6 +8,7 @@ import secrets
 import time
 from array import array
 from collections import deque
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,10 +21,11 @@ from hps.regions.exchange import arm, completions, post, store_word
 from hps.regions.layout import ANSWERED, FAILED, HEADER_BYTES, RETIRED, RING, SLAB, FrontendDescriptors
 from hps.regions.loop_state import FRONTEND_KERNELS
 from hps.serve.frontend.answers import EncodedAnswer, Plan
+from hps.serve.frontend.comparisons import Comparisons
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
 from hps.serve.frontend.shared_memory import Segments
-from hps.serve.http.http_answer import OverloadedError, RequestError
+from hps.serve.http.http_answer import OverloadedError, RequestError, status_of
 from hps.serve.logs.lines import fields
 from hps.serve.logs.lookup_report import report_of
 from hps.statistics.tracing import LookupTrace, Span, TableAnswers
@@ -97,6 +99,10 @@ class Slots:
             findings.append(f"slots: {taken} bytes are taken, but {self.used} are counted")
         return findings
 
+    def size_of(self, slot: int) -> int:
+        """Return the bytes of an allocated slot."""
+        return 1 << self._order[slot - SLAB]
+
     def is_allocated(self, slot: int) -> bool:
         return slot - SLAB in self._order
 
@@ -142,6 +148,8 @@ class EngineExchange:
         self.segments = Segments()  # shared memory of clients
         self.pending: dict[int, Lookup] = {}  # posted lookups, by slot
         self._waiting: deque[tuple[Lookup, Requester]] = deque()
+        self.comparisons = Comparisons(self)
+        self._shared_slots: set[int] = set()  # with two users: the requester that sends the answer, and a comparison
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
         self._epoch = 0
@@ -166,8 +174,17 @@ class EngineExchange:
         self._follow_engine()
         clock, limit = time.perf_counter(), self.settings.request_timeout_s
         for lookup in list(self.pending.values()):
-            if lookup.due < clock and (requester := lookup.requester) is not None:
+            rollout = lookup.version.rollout
+            tried = self._connected and rollout is not None and lookup.version is rollout.new
+            if tried and clock - 1e-9 * lookup.posted_ns > limit / 2 and self._falls_back(lookup, 504):
                 lookup.version.counts.failed(lookup.began_ns)
+                # The slot stays the engine's until it is completed.
+                self.pending[lookup.slot] = replace(lookup, requester=None)
+                self._repeat(lookup)
+            elif lookup.due < clock and (requester := lookup.requester) is not None:
+                lookup.version.counts.failed(lookup.began_ns)
+                if self._connected:  # else the engine is gone, which is no version's failure
+                    self._falls_back(lookup, 504)
                 requester.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
         while self._waiting and self._waiting[0][0].slot_due < now:
             lookup, requester = self._waiting.popleft()
@@ -211,6 +228,7 @@ class EngineExchange:
                     del self.pending[lookup.slot]
                     self.release(lookup.slot)
                 else:
+                    lookup.posted_ns = time.perf_counter_ns()
                     self._submit(lookup)
 
     def check(self) -> None:
@@ -223,6 +241,11 @@ class EngineExchange:
             self._check, self._check_since = slot, time.monotonic()
             if post(self.region.address, slot):
                 self._wake_engine()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is an engine that knows this frontend."""
+        return self._connected
 
     def unready_reason(self) -> str:
         """Return why the engine does not answer lookups of this frontend; empty if it does. Posts another check."""
@@ -256,12 +279,16 @@ class EngineExchange:
         if not self._connected:
             self._require_engine()
         plan, placed = lookup.plan, lookup.placed
+        if plan is None and placed is None:  # it is being transformed
+            return False
         size = plan.size if plan is not None else placed.size  # type: ignore[union-attr]
         if size > self.slots.largest:
             limit = f"expected at most {self.slots.largest} (from service.max_held_bytes)"
             raise RequestError(413, f"answering the request: it takes {size} bytes of memory, {limit}; send fewer keys at once")
         requester = lookup.requester
-        slot = -1 if len(self.pending) >= MOST_PENDING else self.slots.allocate(size)
+        slot = self.try_slot(size)
+        if slot < 0 and self.comparisons.drop_all():
+            slot = self.try_slot(size)
         if slot < 0:
             if requester is not None:
                 lookup.slot_due = lookup.slot_due or time.monotonic() + _SLOT_WAIT_S
@@ -269,6 +296,14 @@ class EngineExchange:
             return False
         lookup.slot, lookup.slot_due = slot, 0.0
         return True
+
+    def try_slot(self, size: int) -> int:
+        """Return a slot; -1 if there is none now."""
+        return -1 if len(self.pending) >= MOST_PENDING else self.slots.allocate(size)
+
+    def share_slot(self, slot: int) -> None:
+        """Give a slot a second user: it is freed when both have released it."""
+        self._shared_slots.add(slot)
 
     def _require_engine(self) -> None:
         self._follow_engine()
@@ -374,6 +409,13 @@ class EngineExchange:
         if status == ANSWERED:
             resumed = time.perf_counter_ns()
             began, ended = longs[at + layout.BEGAN_NS // 8], longs[at + layout.ENDED_NS // 8]
+            if (rollout := lookup.version.rollout) is not None and lookup.target.version is None:
+                if requester is self.comparisons:
+                    lookup.slot = -1
+                    self.comparisons.compare(lookup, slot, ended - began)
+                    return
+                if rollout.answered(lookup, resumed - lookup.posted_ns, ended - began):
+                    self.comparisons.add(rollout, lookup)
             if (plan := lookup.plan) is not None and plan.layout is not None:
                 begin = slot + plan.vectors_at - len(plan.text)
                 plan.layout.convert(self.region.bytes[begin : begin + plan.layout.size])
@@ -386,10 +428,17 @@ class EngineExchange:
             requester.answered(lookup, slot, deferred)
             return
         if status == RETIRED:
+            if requester is self.comparisons:
+                raise NotReadyError("comparing a request: its version was retired")
             self._retry_retired(lookup)
             return
         if status == FAILED:
-            raise self._failure(lookup)
+            error = self._failure(lookup)
+            if lookup.version.rollout is None or not self._falls_back(lookup, status_of(error)):
+                raise error
+            self.release(slot)
+            self._repeat(lookup)
+            return
         raise HPSError(f"the engine refused a descriptor (status {status})")
 
     def _read_scratch(self, lookup: Lookup) -> Any:
@@ -439,17 +488,31 @@ class EngineExchange:
         slot, lookup.slot = lookup.slot, -1
         requester.encoded(lookup, slot, deferred, answer)
 
+    def _falls_back(self, lookup: Lookup, status: int) -> bool:
+        """Count the failure of a version of a rollout; return True if the serving version shall answer the lookup instead."""
+        rollout = lookup.version.rollout
+        if rollout is None or lookup.requester in (None, self.comparisons) or lookup.target.version is not None:
+            return False
+        return rollout.failed(lookup, status)
+
+    def _take_body(self, lookup: Lookup) -> None:
+        """Take the body of a lookup out of its slot, which is the caller's from then on."""
+        if lookup.plan is not None:
+            lookup.body, lookup.json_bytes = lookup.text + bytes(self.keys_of(lookup)), len(lookup.text)
+        lookup.plan, lookup.slot = None, -1
+
+    def _repeat(self, lookup: Lookup) -> None:
+        """Let the serving version answer a lookup that the new version of a canary did not."""
+        self._take_body(lookup)
+        self._retry(lookup)
+
     def _retry_retired(self, lookup: Lookup) -> None:
         """Retry a lookup of a retired deployment: another version may serve now."""
         before, slot = lookup.version, lookup.slot
-        body, json_bytes = lookup.body, lookup.json_bytes
-        if lookup.plan is not None:
-            body, json_bytes = lookup.text + bytes(self.keys_of(lookup)), len(lookup.text)
-        lookup.slot = -1
+        self._take_body(lookup)
         self.release(slot)
-        lookup.plan, lookup.body, lookup.json_bytes = None, body, json_bytes
         self._published.poll()
-        version = self._published.version_of(lookup.target)
+        version = self._published.version_of(lookup.target, lookup.served)
         if version is before and time.perf_counter() < lookup.due:
             self._loop.call_later(_RETIRED_PAUSE_S, self._retry, lookup)
             return
@@ -462,7 +525,11 @@ class EngineExchange:
         if requester is None:
             return
         try:
-            lookup.version = self._published.version_of(lookup.target)
+            lookup.version = self._published.version_of(lookup.target, lookup.served)
+            if (of := lookup.transform) is not None:
+                transform = lookup.version.tables.transform
+                if transform is None or transform.config != of:
+                    raise NotReadyError("the model's transform was changed while the request was answered; send it again")
             decode(lookup, self.settings.max_keys_per_request)
             if self.take_slot(lookup):
                 self.post(lookup)
@@ -486,6 +553,9 @@ class EngineExchange:
 
     def release(self, slot: int) -> None:
         """Free a slot that neither the engine nor a client uses."""
+        if self._shared_slots and slot in self._shared_slots:
+            self._shared_slots.remove(slot)
+            return
         self.slots.free(slot)
         if self._waiting:
             self._loop.call_soon(self._serve_next)

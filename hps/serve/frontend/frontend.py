@@ -27,9 +27,10 @@ from hps.serve.frontend.exchange import EngineExchange
 from hps.serve.frontend.lookups import read_cached
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.proxy import EngineConnections
-from hps.serve.frontend.published import LookupTarget, Published
+from hps.serve.frontend.published import FrontendVersion, LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
+from hps.serve.frontend.transforming import TransformRuns
 from hps.serve.http.authorization import CERTIFICATE, Authorization
 from hps.serve.http.http_answer import (
     JSON,
@@ -37,6 +38,7 @@ from hps.serve.http.http_answer import (
     RequestError,
     error_answer,
     release_frames,
+    status_of,
 )
 from hps.serve.http.http_metrics import HTTPMetrics, InferenceCounts, are_figures
 from hps.serve.http.memory_budget import SMALL_BYTES, MemoryBudget
@@ -46,9 +48,11 @@ from hps.serve.http.targets import row_target
 from hps.serve.logs.lines import configure_logging
 from hps.serve.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
-from hps.serve.protocol.json_size import SMALL_JSON_BYTES
+from hps.serve.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
 from hps.serve.protocol.open_inference import parse_header_length
 from hps.serve.protocol.open_inference_header import CACHED_BYTES
+from hps.serve.protocol.transformed import read_raw
+from hps.tensors.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ _FIGURES_S: Final = 0.2
 _STOP_S: Final = 10.0
 _STOP_TICK_S: Final = 0.02
 _HEAPS: Final = 2  # one thread serves
+_MOST_ROLLOUTS: Final = 32  # whose counts fit in the figures
 BACKLOG: Final = 2048
 
 
@@ -114,6 +119,7 @@ class Frontend:
         settings = self.settings = configuration.service
         self.published = Published(Memory(shared.snapshot, writable=False), self._apply)
         self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
+        self.transforms = TransformRuns(self._decode)
         self.draining = False  # each answer tells its client to reconnect
         self.refusals = Refusals()
         self.memory = MemoryBudget(settings.max_held_bytes)
@@ -137,6 +143,8 @@ class Frontend:
             self.metrics.add(found[1]["http"])
             for name, values in found[1]["inference"].items():
                 self.published.counts[name] = InferenceCounts(*values)
+            for identity, values in found[1]["rollouts"].items():
+                self.published.inherit_rollout(identity, values)
         region[layout.FIGURES] = region[layout.FIGURES] & ~1
 
     def _apply(self, snapshot: dict[str, Any]) -> None:
@@ -172,7 +180,7 @@ class Frontend:
             served.id = named
         if target is None:
             return False
-        served.model, served.version = target.model_name, target.version
+        served.model, served.version, served.headers = target.model_name, target.version, headers
         if watched := started >= self._requests.quiet_until:
             self._requests.start(served, self._scope(head, client), headers)
         return watched
@@ -239,9 +247,16 @@ class Frontend:
         """Start a binary lookup whose JSON part has arrived; return None if it needs its complete body first."""
         if served.traced or len(text) > CACHED_BYTES or (self.settings.shared_memory_bytes and MARK in text):
             return None
-        version = self.published.version_of(target)
+        version = self.published.version_of(target, served)
+        if version.tables.transform is not None:
+            return None
         began = time.perf_counter_ns()
-        plan = read_cached(text, None, version.tables, self.settings.max_keys_per_request).plan
+        try:
+            plan = read_cached(text, None, version.tables, self.settings.max_keys_per_request).plan
+        except HPSError as error:
+            if not _falls_back(version, target, served, error):
+                raise
+            plan = None
         if plan is None:
             return None
         if size != len(text) + plan.keys_bytes:
@@ -262,11 +277,28 @@ class Frontend:
         shared: SharedTensors | None = None,
     ) -> Lookup:
         """Start a lookup whose body has arrived; `length` is the header with the length of its JSON part, if any."""
-        version = self.published.version_of(target)
+        while True:
+            version = self.published.version_of(target, served)
+            try:
+                return self._start_decoded(requester, target, served, version, body, length, shared)
+            except HPSError as error:
+                if not _falls_back(version, target, served, error):
+                    raise
+
+    def _start_decoded(
+        self,
+        requester: Requester,
+        target: LookupTarget,
+        served: Served,
+        version: FrontendVersion,
+        body: bytes | bytearray,
+        length: bytes | None,
+        shared: SharedTensors | None,
+    ) -> Lookup:
         lookup = Lookup(requester, target, served, version, b"", body=body, began_ns=time.perf_counter_ns())
         if shared is not None:
             lookup.shared, lookup.text, lookup.json_bytes = shared, shared.text, len(shared.text)
-            if not served.traced and len(shared.text) <= CACHED_BYTES:
+            if not served.traced and len(shared.text) <= CACHED_BYTES and version.tables.transform is None:
                 lookup.plan = read_cached(shared.text, None, version.tables, self.settings.max_keys_per_request).plan
             if lookup.plan is not None:
                 served.version, lookup.device = version.tables.version, lookup.plan.device
@@ -282,9 +314,30 @@ class Frontend:
             except HPSError:
                 version.counts.failed(lookup.began_ns)
                 raise
-        decode(lookup, self.settings.max_keys_per_request)
-        self.authorization.take_keys(served.identity, lookup.placed.keys if lookup.placed is not None else 0)
+        if version.tables.transform is None or target.is_json or not self._transforms(lookup, version.tables.transform):
+            self._decode(lookup)
         return lookup
+
+    def _decode(self, lookup: Lookup) -> None:
+        decode(lookup, self.settings.max_keys_per_request)
+        self.authorization.take_keys(lookup.served.identity, lookup.placed.keys if lookup.placed is not None else 0)
+
+    def _transforms(self, lookup: Lookup, transform: Transform) -> bool:
+        """Start the transform of a lookup, which then goes on by itself; return False if it has keys already."""
+        most, body, requester = self.settings.max_keys_per_request, lookup.body, lookup.requester
+        try:
+            if len(body) > SMALL_JSON_BYTES and requester is not None:
+                size = parsed_bytes(memoryview(body)[: lookup.json_bytes], most)
+                requester.reserve_bytes(2 * len(body) + size, "parsing the request")
+            request = read_raw(body, lookup.json_bytes, transform, most)
+            if request is None:
+                return False
+            lookup.transform = transform.config
+            self.transforms.start(lookup, request, transform)
+        except HPSError:
+            lookup.version.counts.failed(lookup.began_ns)
+            raise
+        return True
 
     def shared_tensors(
         self, target: LookupTarget, body: bytes | bytearray, length: bytes | None, client: str, headers: Mapping[bytes, bytes]
@@ -405,7 +458,11 @@ class Frontend:
         return {
             "http": self.metrics.figures(),
             "inference": inference,
+            "rollouts": {
+                identity: counts.values() for identity, counts in [*self.published.rollout_counts.values()][-_MOST_ROLLOUTS:]
+            },
             "cpu_ns": time.process_time_ns(),
+            "certificate_ends_s": int((self.tls and self.tls.expires_at) or 0),
             "connections": len(self.connections.order),
             "pending": len(self.exchange.pending),
             "held_bytes": self.memory.used + self.memory.kept + self.exchange.slots.used,
@@ -484,8 +541,18 @@ class Frontend:
             connection.transport.abort()
         for tick in self._ticks.values():
             tick.cancel()
+        self.transforms.close()
         self.exchange.close()
         self.engine.close()
         self.publish()
         if self._spans is not None:
             self._spans.close()
+
+
+def _falls_back(version: FrontendVersion, target: LookupTarget, served: Served, error: HPSError) -> bool:
+    """Return True if the new version of a canary refuses a request, which the serving version may then answer."""
+    rollout = version.rollout
+    if rollout is None or version is not rollout.new or served.falls_back or target.version is not None:
+        return False
+    served.falls_back = status_of(error)
+    return True

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from hps.ground.http1 import answer_head
@@ -83,6 +84,7 @@ def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
     out, mask, count = start_at + layout.lookup_at, vectors_at + layout.vectors_size, len(layout.ranges)
     words = [0, 0, count, HEADER_BYTES + 8 * SEGMENT_WORDS * count, SCRATCH_BYTES]  # without the deployment's id
     words += [0] * (HEADER_BYTES // 8 - len(words))
+    numbers = []
     for key_range in layout.ranges:
         count = key_range.stop - key_range.start
         words += [
@@ -92,6 +94,7 @@ def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
             out,
             mask if key_range.masked else 0,
         ]
+        numbers.append(("<f4", out, count * key_range.dim))
         out += key_range.step
         mask += count if key_range.masked else 0
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(layout.text))
@@ -108,6 +111,7 @@ def _plan_of(header: InferenceHeader, layout: AnswerLayout) -> Plan:
         answer,
         header.binary_size // 8,
         layout if layout.converts else None,
+        tuple(numbers),
     )
 
 
@@ -124,7 +128,7 @@ def _request_bytes(request: CachedRequest, text: bytes, counts: tuple[int, ...] 
             size += 1000 + 6 * len(text) + len(layout.text)
         size += remembered_bytes(text, parts, header.inputs)
     if (plan := request.plan) is not None:
-        size += 1000 + len(plan.descriptor) + len(plan.text) + len(plan.answer)
+        size += 1000 + len(plan.descriptor) + len(plan.text) + len(plan.answer) + 200 * len(plan.numbers)
     return size
 
 
@@ -212,6 +216,10 @@ class Placed:
         if self._pooled:
             text = orjson.dumps(self._bags)
             view[slot + self._scratch_at : slot + self._scratch_at + len(text) + 1] = text + b"\0"
+
+    def arrays(self, memory: Memory, slot: int) -> list[npt.NDArray[Any]]:
+        """Return the vectors in the slot; views of its memory."""
+        return list(self._request.batch.outs)
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
         request = self._request

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hps.configuration.transforms import TransformConfig
 from hps.errors import HPSError, UnknownModelError
 from hps.serve.frontend.answers import EncodedAnswer, Plan
 from hps.serve.frontend.lookups import Placed, read_cached, read_lookup
@@ -62,6 +63,7 @@ class Lookup:
     due: float = 0.0
     slot_due: float = 0.0
     shared: SharedTensors | None = None
+    transform: TransformConfig | None = None  # of which `body` is an output
 
 
 def decode(lookup: Lookup, most_keys: int) -> None:

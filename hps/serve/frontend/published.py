@@ -5,15 +5,20 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from hps.configuration.networks import DenseConfig
-from hps.errors import NotReadyError, UnknownDeviceError, UnknownModelError, UnknownVersionError
+from hps.configuration.transforms import TransformConfig
+from hps.errors import HPSError, NotReadyError, UnknownDeviceError, UnknownModelError, UnknownVersionError
 from hps.ground.memory.bounded_cache import clear_caches
 from hps.regions import layout
 from hps.regions.layout import Memory
 from hps.scoring.signature import Output, signature_of
+from hps.serve.frontend.rollouts import FrontendRollout
 from hps.serve.http.http_metrics import InferenceCounts, counted_as
+from hps.serve.logs.requests import Served
 from hps.serve.protocol.request_checks import ModelTables, PublishedNetwork
 from hps.serve.protocol.schemas import INFER, INFER_VERSION, LOOKUP, SCORE
+from hps.tensors.transforms import Transform
 from hps.types import TableSpec
+from hps.versions.canary.counts import RolloutCounts
 
 _VERSION_WORD: Final = layout.SNAPSHOT_AT // 8
 
@@ -51,6 +56,7 @@ class FrontendVersion:
     deployment_ids: dict[int, int]  # in descriptors, by device
     counts: InferenceCounts  # for Triton's statistics
     turn: int = 0  # number of lookups that named no device
+    rollout: FrontendRollout | None = None  # the one under way, of which it is either version
     devices: tuple[int, ...] = field(init=False)  # those that take turns
 
     def __post_init__(self) -> None:
@@ -59,6 +65,13 @@ class FrontendVersion:
     def exclude_lost(self, lost: Collection[int]) -> None:
         """Exclude lost devices from the turns, unless there are no others."""
         self.devices = tuple(device for device in self.deployment_ids if device not in lost) or tuple(self.deployment_ids)
+
+    def uncounted(self) -> "FrontendVersion":
+        """Return it for requests whose answers no client gets: they have counts of their own."""
+        version = FrontendVersion(self.tables, self.deployment_ids, InferenceCounts(), rollout=self.rollout)
+        self.turn += 1
+        version.devices, version.turn = self.devices, self.turn
+        return version
 
     def device(self, device: int | None) -> int:
         """Return the device for a lookup; by default the next one.
@@ -92,6 +105,9 @@ class Published:
         self._models: dict[str, dict[str, FrontendVersion]] = {}
         self._serving: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
+        self._rollouts: dict[str, FrontendRollout] = {}  # by model
+        self._inherited: dict[str, RolloutCounts] = {}  # by id of the rollout
+        self.rollout_counts: dict[str, tuple[str, RolloutCounts]] = {}  # by model: id of the last rollout, and its counts
 
     def poll(self) -> None:
         if self.written[0] == self.version:
@@ -114,10 +130,16 @@ class Published:
                     tables = tuple(TableSpec(**table) for table in published["tables"])
                     counts = self.counts.setdefault(counted_as(name, number, deployment_ids), InferenceCounts())
                     network = _network(name, published["network"], tables) if published.get("network") else None
-                    known = ModelTables(name, tables, number, published["keys_per_sample"], network)
+                    try:
+                        transform = _transform(name, published.get("transform"))
+                    except (HPSError, ValueError) as error:  # this process cannot import what the engine can
+                        self._reasons[name] = str(error)
+                        continue
+                    known = ModelTables(name, tables, number, published["keys_per_sample"], network, transform)
                     version = FrontendVersion(known, deployment_ids, counts)
                 version.exclude_lost(published["lost"])
                 models[name][number] = version
+        self._apply_rollouts(snapshot["rollouts"], models)
         gone = {version.tables for versions in self._models.values() for version in versions.values()}
         self._models = models
         if gone - {version.tables for versions in models.values() for version in versions.values()}:
@@ -130,8 +152,32 @@ class Published:
                 if (key := counted_as(name, number, version.deployment_ids)) in self.counts
             }
 
-    def version_of(self, target: LookupTarget) -> FrontendVersion:
+    def inherit_rollout(self, identity: str, values: Sequence[float]) -> None:
+        """Keep the counts of a rollout that the process which this one replaces has made."""
+        counts = self._inherited[identity] = RolloutCounts()
+        counts.add(values)
+
+    def _apply_rollouts(self, found: dict[str, Any], models: dict[str, dict[str, FrontendVersion]]) -> None:
+        for version in (version for versions in models.values() for version in versions.values()):
+            version.rollout = None
+        self._rollouts = {}
+        for name, published in found.items():
+            identity, versions = published["id"], models.get(name, {})
+            old, new = versions.get(published["serving"]), versions.get(published["version"])
+            if old is None or new is None:  # this process cannot import its transform
+                continue
+            known, counts = self.rollout_counts.get(name, ("", RolloutCounts()))
+            if known != identity:
+                counts = self._inherited.pop(identity, RolloutCounts())
+            self.rollout_counts[name] = identity, counts
+            old.rollout = new.rollout = self._rollouts[name] = FrontendRollout(name, published, old, new, counts)
+        self.rollout_counts = {name: counted for name, counted in self.rollout_counts.items() if name in models or self.blocked}
+
+    def version_of(self, target: LookupTarget, served: Served | None = None) -> FrontendVersion:
         """Return the version that answers a lookup.
+
+        Args:
+            served: its request, which a canary may give to its new version; None: check the names alone.
 
         Raises:
             NotReadyError, UnknownModelError, UnknownVersionError: there is none.
@@ -140,17 +186,27 @@ class Published:
             raise NotReadyError(f"the parameter server is not ready: {self.blocked}")
         name, number = target.model_name, target.version
         versions = self._models.get(name)
-        if versions is None or name not in self._serving:
+        if not versions or name not in self._serving:
             if reason := self._reasons.get(name):
                 raise NotReadyError(f"model {name!r} is not ready: {reason}")
             known = ", ".join(self._serving) or "none"
             raise UnknownModelError(f"looking up model {name!r}: it is not deployed; deployed: {known}")
         if number is None:
+            if self._rollouts and served is not None and (rollout := self._rollouts.get(name)) is not None:
+                return rollout.version_of(served)
             number = self._serving[name]
         if (found := versions.get(number)) is None:
+            if number == self._serving[name] and (reason := self._reasons.get(name)):
+                raise NotReadyError(f"model {name!r} is not ready: {reason}")
             known = ", ".join(versions)
             raise UnknownVersionError(f"looking up model {name!r}: got version {number[:40]!r}, deployed: {known}")
         return found
+
+
+def _transform(model: str, published: dict[str, Any] | None) -> Transform | None:
+    if published is None:
+        return None
+    return Transform(TransformConfig.model_validate(published), model, trusted=True)  # else the engine had refused it
 
 
 def _network(model: str, published: dict[str, Any], tables: Sequence[TableSpec]) -> PublishedNetwork:

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from hps.ground.http1 import answer_head
 from hps.regions.layout import HEADER_BYTES, SCORED, Memory, tensors_at
@@ -58,7 +59,9 @@ def score_plan(header: ScoreHeader, model: ModelTables, network: PublishedNetwor
     vectors_at, end = start_at + outputs[0][3], start_at + end
     headers = BINARY, (b"inference-header-content-length", b"%d" % len(written))
     answer = answer_head(200, headers, len(written) + end - vectors_at, b"").removesuffix(b"\r\n\r\n")
-    return Plan(descriptor, start_at, header.binary_size, written, vectors_at, end, end, header.device_id, answer, header.keys)
+    numbers = tuple((dtype, start_at + at, prod(shape)) for _, dtype, shape, at in outputs)
+    size, keys = header.binary_size, header.keys
+    return Plan(descriptor, start_at, size, written, vectors_at, end, end, header.device_id, answer, keys, None, numbers)
 
 
 def _outputs(header: ScoreHeader, at: int) -> tuple[list[list[Any]], int]:
@@ -103,6 +106,11 @@ class PlacedScores:
                 view[start + at : start + at + array.nbytes] = np.ascontiguousarray(array).data.cast("B")
         view[slot : slot + len(self._descriptor)] = self._descriptor
         memory.longs[slot >> 3] = deployment_id
+
+    def arrays(self, memory: Memory, slot: int) -> list[npt.NDArray[Any]]:
+        """Return the scores in the slot; views of its memory."""
+        start, view = slot + self._start, memory.view
+        return [np.frombuffer(view, dtype, prod(shape), start + at).reshape(shape) for _, dtype, shape, at in self._outputs]
 
     def encode(self, report: LookupBreakdown | None, device: int) -> EncodedAnswer:
         memory, start, header, model = self._memory, self._slot + self._start, self._body.header, self._model

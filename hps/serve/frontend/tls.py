@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import ssl
+import time
 from collections.abc import Awaitable, Coroutine, Generator, Mapping
 from types import coroutine
 from typing import Any, Final, Protocol, TypeVar
@@ -14,6 +15,8 @@ from hps.ground.small_files import FileMarks
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _IDENTIFYING: Final = ("DNS", "URI", "email")
+_SOON_S: Final = 3 * 86400.0
+_NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL's x509_vfy.h
 
 
 class Handshaking(Protocol):
@@ -34,7 +37,10 @@ class TLS:
     Open connections keep their certificate.
 
     Args:
-        log_level: of the line about a new certificate, which each frontend would log; default: info.
+        log_level: of lines about a certificate, which each frontend would log; default: by what they say.
+
+    Attributes:
+        expires_at: end of the certificate that new connections use, in seconds since 1970; None if unknown.
 
     Raises:
         ConfigError: the files cannot be used.
@@ -44,15 +50,24 @@ class TLS:
         self._settings = settings
         self._level = log_level
         self._marks = FileMarks(settings.tls_certificate_path, settings.tls_key_path, settings.tls_client_ca_path)
-        self._context = context_of(settings)
+        self._use(context_of(settings))
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def _use(self, context: ssl.SSLContext) -> None:
+        self._context = context
+        self.expires_at = expiry_of(context, self._settings.tls_certificate_path)
+        self._warned = False
 
     def poll(self) -> bool:
         """Reload changed files, unless they are invalid; return True if so. Called twice a second."""
+        if self.expires_at is not None and not self._warned and self.expires_at < time.time() + _SOON_S:
+            self._warned = True
+            path, end = self._settings.tls_certificate_path, time.strftime("%F %T UTC", time.gmtime(self.expires_at))
+            _log.log(self._level or logging.WARNING, "the certificate in %s is valid until %s: replace it", path, end)
         if not self._marks.changed():
             return False
         try:
-            self._context = context_of(self._settings)
+            self._use(context_of(self._settings))
         except ConfigError as error:
             _log.log(self._level or logging.ERROR, "new connections keep the previous certificate: %s", error)
             return False
@@ -121,6 +136,29 @@ def context_of(settings: ServiceConfig) -> ssl.SSLContext:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         raise ConfigError("service", [f"{key_name}: cannot use {paths}: {reason}; expected PEM files"]) from error
     return context
+
+
+def expiry_of(context: ssl.SSLContext, certificate_path: str) -> float | None:
+    """Return when the certificate of a server's context expires, in seconds since 1970; None if it names no server.
+
+    Python's `ssl` decodes a certificate only for its peer, so a client in memory shakes hands with the context.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(cafile=certificate_path)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VerifyFlags(_NO_CHECK_TIME)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(to_client, to_server)
+    answering = context.wrap_bio(to_server, to_client, server_side=True)
+    for side in (asking, answering, asking):  # the last step verifies the certificate
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError:
+            return None
+    found = asking.getpeercert()
+    return None if not found else float(ssl.cert_time_to_seconds(str(found["notAfter"])))
 
 
 def names_in(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from starlette.types import Scope
 
@@ -17,6 +17,9 @@ from hps.serve.http.http_answer import RequestError
 
 CERTIFICATE: Final = "hps.certificate"
 """Key in a request's scope for the names in the client's certificate."""
+
+Administration: TypeAlias = Literal["off", "loopback", "token", "certificate or token"]
+"""What a change of models needs; `loopback` is a client on this machine. Nobody makes one if it is `off`."""
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _CHANGEABLE = ("/v1/models/", "/v2/repository/")
@@ -159,6 +162,15 @@ class Authorization:
         key = name, kind, rate, size
         bucket = self._buckets[key] = before.get(key) or _Bucket(rate, size, self._clock())
         return bucket
+
+    @property
+    def administration(self) -> Administration:
+        """What a change of models needs."""
+        if not self._by_rights:
+            return "loopback" if self.loopback else "off"
+        if any("admin" in identity.rights for identity in self._by_certificate.values()):
+            return "certificate or token"
+        return "token" if any("admin" in identity.rights for identity in self._by_digest.values()) else "off"
 
     def find(self, headers: Mapping[bytes, bytes], certificate: Sequence[str] = ()) -> Identity | None:
         """Identify a client by its token, or without one by the names in its valid certificate; return None if unknown."""

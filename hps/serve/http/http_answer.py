@@ -25,6 +25,7 @@ from hps.errors import (
     UnknownDeviceError,
     UnknownModelError,
     UnknownTableError,
+    VersionHeldError,
     WorkspaceTimeoutError,
 )
 
@@ -48,6 +49,7 @@ STATUS_OF_ERROR: dict[type[BaseException], int] = {
     UnknownDeviceError: 404,
     ConflictError: 409,
     ReadOnlyError: 409,
+    VersionHeldError: 409,
     TooManyKeysError: 413,
     MisplacedKeysError: 421,
     CapacityError: 507,

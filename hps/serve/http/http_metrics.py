@@ -12,6 +12,7 @@ from prometheus_client import ProcessCollector
 from hps.serve.http.refusals import Refusals
 from hps.statistics.prometheus import Family, family, histogram, label_text
 from hps.statistics.times import Times
+from hps.versions.canary.counts import RolloutCounts
 from hps.versions.deployment import Deployment
 
 _BUCKETS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -127,6 +128,8 @@ class HTTPMetrics:
             yield family("gauge", name, text, values)
         times_used = [(label_text(["front"], [str(nth)]), figures["cpu_ns"] / 1e9) for nth, figures in enumerate(frontends)]
         yield family("counter", "hps_front_cpu_seconds", "Processor time of each frontend.", times_used)
+        ends = [(label_text(["front"], [str(nth)]), figures["certificate_ends_s"]) for nth, figures in enumerate(frontends)]
+        yield family("gauge", "hps_certificate_expires_timestamp_seconds", _CERTIFICATE, [one for one in ends if one[1]])
         loops = self.loops()
         for name, text in _LOOP_COUNTS.items():
             yield family("counter", name, text, [("", loops.get(name.removeprefix("hps_owner_"), 0))])
@@ -150,6 +153,7 @@ _LOOP_COUNTS: Final = {
     "hps_owner_malformed": "Lookups refused because of a malformed descriptor.",
     "hps_owner_wakes": "Wakes of the loops from sleep.",
 }
+_CERTIFICATE: Final = "End of the server certificate of new connections, in seconds since 1970."
 _READY: Final = "1 while lookups are answered, ignoring models that cannot be loaded."
 _DEVICE_FAILED: Final = "1 while a device of a model in service is lost, until a restart."
 _DEGRADED: Final = "1 while lookups do without a lost device or a volatile database; /v2/health/ready says which."
@@ -161,7 +165,9 @@ def are_figures(found: Mapping[str, Any]) -> bool:
         HTTPMetrics(Refusals()).add(found["http"])
         for counts in found["inference"].values():
             InferenceCounts().plus(InferenceCounts(*counts))
-        return all(isinstance(found[name], int) for name in ("cpu_ns", *(name for _, _, name in _GAUGES)))
+        for values in found["rollouts"].values():
+            RolloutCounts().add(values)
+        return all(isinstance(found[name], int) for name in ("cpu_ns", "certificate_ends_s", *(name for _, _, name in _GAUGES)))
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
 

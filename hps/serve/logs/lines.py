@@ -1,4 +1,4 @@
-"""Log lines as text or JSON, one per record; and recent problems, kept for HTTP.
+"""Log lines as text or JSON, one per record.
 
 A record may carry fields, `logger.info("...", extra=fields(status=200))`: members of a JSON line, `status=200` after a text.
 """
@@ -6,16 +6,12 @@ A record may carry fields, `logger.info("...", extra=fields(status=200))`: membe
 import json
 import logging
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
-_MOST_TEXT: Final = 1000  # maximum characters of a problem
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._:/{}+*-]+")
 
 
@@ -84,48 +80,3 @@ def configure_logging(log_format: LogFormat | None, level: str | None) -> None:
     for handler in root.handlers:
         if log_format is not None and isinstance(handler.formatter, TextLines | JSONLines):
             handler.setFormatter(formatter_of(log_format))
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A warning or an error. *Immutable.*"""
-
-    time_s: float  # last occurrence, in seconds since 1970
-    level: str  # `warning`, `error` or `critical`
-    logger: str
-    text: str  # a line of at most a thousand characters, with the exception's text
-    count: int  # number of occurrences
-
-
-class RecentProblems(logging.Handler):
-    """Keeps the latest warnings and errors, counting those of equal text. *Thread-safe.*
-
-    Args:
-        most: number of different problems to keep.
-    """
-
-    def __init__(self, most: int = 50) -> None:
-        super().__init__(logging.WARNING)
-        self._most = most
-        self._kept: OrderedDict[tuple[str, str, str], tuple[float, int]] = OrderedDict()  # latest last
-        self._lock = threading.Lock()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            text = record.getMessage()
-            if record.exc_info and record.exc_info[1] is not None:
-                text = f"{text}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
-            key = (record.levelname.lower(), record.name, escaped(text[:_MOST_TEXT])[:_MOST_TEXT])
-        except Exception:  # noqa: BLE001 - the arguments do not fit the message: logging itself reports that
-            self.handleError(record)
-            return
-        with self._lock:
-            _, count = self._kept.pop(key, (0.0, 0))
-            self._kept[key] = (record.created, count + 1)
-            if len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-
-    def entries(self) -> list[Problem]:
-        with self._lock:
-            kept = list(self._kept.items())
-        return [Problem(time_s, *key, count) for key, (time_s, count) in reversed(kept)]

@@ -72,6 +72,8 @@ class Served:
     outlived = False  # it has started a change that continues without it and logs its own line
     logged = False  # it is chosen for an access line
     unlogged = False  # its failed lookup is not logged elsewhere
+    headers: Mapping[bytes, bytes] | None = None  # of a lookup: a canary may select by one
+    falls_back = 0  # status of the new version's error, after which the serving version answers
     span: RequestSpan | None = None
     traced = False  # its lookup is to be traced, also if the client does not request it
     trace: LookupTrace | None = None

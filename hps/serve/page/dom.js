@@ -10,6 +10,12 @@ export function h(name, properties = {}, ...children) {
   return made;
 }
 
+export const cell = (text, kind) => h(kind ? `td.${kind}` : "td", {}, text);
+
+// A table that scrolls within itself; `name` is for screen readers. A head above cells of text is on their side.
+export const table = (name, heads, rows) => h("div.scroll", { tabIndex: 0, role: "region", ariaLabel: name }, h("table", {},
+  h("thead", {}, h("tr", {}, ...heads.map((text, i) => h(rows[0]?.children[i]?.classList.contains("text") ? "th.text" : "th", { scope: "col" }, text)))), h("tbody", {}, ...rows)));
+
 // Give an element these children by changing the present ones, so that scrolling, selections and open details survive.
 export function show(parent, ...children) {
   const wanted = children.filter((child) => child !== null && child !== undefined);
@@ -50,9 +56,16 @@ export function call(path, more) {
   return fetch(path, { headers, cache: "no-store", ...more });
 }
 
-export async function request(path, signal) {
-  const answer = await call(path, { signal });
-  const body = await answer.json().catch(() => ({}));
+export const request = (path, signal) => read(call(path, { signal }));
+
+// POST an object with another token than the page's; with the page's if it is empty.
+export function send(path, body, other, signal) {
+  const headers = { "content-type": "application/json", ...(other || token) && { authorization: `Bearer ${other || token}` } };
+  return read(call(path, { method: "POST", headers, body: JSON.stringify(body), signal }));
+}
+
+async function read(coming) {
+  const answer = await coming, body = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Refused(answer.status, body.error || `status ${answer.status}`);
   return body;
 }

@@ -74,6 +74,13 @@ export function spans(answer) {
   });
 }
 
+// The tables of a model by the tier that is skipped for them.
+export function unread(model) {
+  const found = {};
+  for (const table of model.tables) for (const tier of table.tiers) if (!tier.available) (found[tier.tier] ??= []).push(table.name);
+  return found;
+}
+
 // What to do about figures of a model that are bad, in the order of their weight; `before` may be missing.
 export function advice(model, before, seconds) {
   const found = [];
@@ -83,9 +90,9 @@ export function advice(model, before, seconds) {
     const rule = STAGE_ADVICE[name];
     if (rule && whole > 0 && s / whole >= rule[0]) found.push([s / whole, `${rule[1]} ${percent(s / whole)} of the time: ${rule[2]}`]);
   }
+  for (const [tier, tables] of Object.entries(unread(model))) found.push([2, `${TIERS[tier]} not read after failures (${tables.join(", ")}): see the warnings`]);
   for (const table of model.tables) {
     const was = before?.tables.find((t) => t.name === table.name) ?? null, f = tableFigures(table, was, seconds);
-    for (const tier of table.tiers) if (!tier.available) found.push([2, `${table.name}: ${TIERS[tier.tier]} not read after failures: see the last problems`]);
     if (f.keys < LEAST_KEYS) continue;
     const deferred = (table.deferred - (was?.deferred ?? 0)) / f.keys, rate = f.rates.embedding_cache;
     if (f.defaults >= 0.1) found.push([f.defaults, `${table.name}: ${percent(f.defaults)} unknown keys: is the model old, or another one than the clients'?`]);
@@ -125,9 +132,19 @@ export function time(s) {
   if (s === null || s === undefined) return "–";
   if (s < 1e-3) return `${(s * 1e6).toFixed(0)} µs`;
   if (s < 1) return `${(s * 1e3).toFixed(s < 0.1 ? 2 : 0)} ms`;
-  if (s < 120) return `${s.toFixed(s < 10 ? 1 : 0)} s`;
+  if (s < 120) return `${s.toFixed(s < 10 && s % 1 ? 1 : 0)} s`;
   return s < 7200 ? `${(s / 60).toFixed(0)} min` : s < 172800 ? `${(s / 3600).toFixed(0)} h` : `${(s / 86400).toFixed(0)} d`;
 }
+
+export const ago = (s) => (s < 2 ? "just now" : `${time(Math.round(s))} ago`);
+
+// A time left, to the second.
+export function clock(s) {
+  const whole = Math.ceil(s), parts = [[Math.floor(whole / 3600), "h"], [Math.floor(whole / 60) % 60, "min"], [whole % 60, "s"]];
+  return parts.filter(([n]) => n).slice(0, 2).map(([n, unit]) => `${n} ${unit}`).join(" ") || "0 s";
+}
+
+export const portion = (share) => `${Number((100 * share).toPrecision(3))} %`;
 
 export function percent(share) {
   if (share === null || share === undefined) return "–";

@@ -1,13 +1,17 @@
 // The page at `/`: polls GET /v1/stats once a second while visible, and shows the changes.
 
-import { $, Refused, h, hasToken, request, show, wantToken } from "./dom.js";
-import { TIERS, advice, bytes, count, modelIn, overview, percent, quantile, spans, tableFigures, time } from "./figures.js";
+import { ask, button, follow } from "./actions.js";
+import { $, Refused, cell, h, hasToken, request, show, table, wantToken } from "./dom.js";
+import { TIERS, advice, ago, bytes, count, modelIn, overview, percent, portion, quantile, spans, tableFigures, time, unread } from "./figures.js";
+import { checked, trials } from "./versions.js";
 
 const PERIOD_MS = 1000, WINDOW_S = 10, HISTORY_S = 300, ANSWER_MS = 5000, PAST_EVERY_S = 15;
 const OWN = /^\/(v1\/stats|v1\/history|page\/.*|docs|openapi.json)?$/; // the routes of this page
 const samples = []; // {at: seconds, answer}, over the last WINDOW_S, and one before
 const history = []; // {at, ...overview}, over the last HISTORY_S
 let past = []; // likewise, from the server's history
+const PHONE_PX = 700, MOST_KINDS = 5, MOST_NAMES = 10; // problems shown at once, models named by a condition
+const opened = new Map(); // whether a model's card is open, by its name
 let timer = 0, polling = false, pastAt = -Infinity, whole = false;
 
 async function poll() {
@@ -78,16 +82,29 @@ function update(answer) {
   while (samples.length > 2 && samples[1].at <= at - WINDOW_S) samples.shift();
   document.body.classList.remove("old");
   const before = samples[0].answer, seconds = Math.max(answer.at_s - before.at_s, 1e-9);
-  const { ready, degraded } = answer.service;
-  state(!ready ? "not ready" : degraded ? "degraded" : "ready", !ready ? "bad" : degraded ? "fair" : "good");
+  follow(answer);
+  const [worst] = answer.conditions;
+  state(worst ? worst.name : "ready", worst ? { error: "bad", warning: "fair" }[worst.level] : "good");
+  document.title = worst ? `${worst.name} · hps` : "hps";
+  show($("alert"), ...answer.conditions.map((found) => condition(found, answer.time_s, worst.level)));
+  $("alert").hidden = !worst;
   $("about").textContent = answer.server
-    ? `${location.host} · ${answer.server.version} · up ${time(Date.now() / 1000 - answer.server.started)}` : location.host;
+    ? `${location.host} · ${answer.server.version} · up ${time(answer.time_s - answer.server.started)}` : location.host;
   show($("tiles"), ...tiles(overview(answer, before, seconds)));
+  show($("problems"), problems(answer));
+  const cards = trials(answer);
+  show($("versions"), ...cards);
+  $("trials").hidden = !cards.length;
   show($("models"), ...models(answer, before, seconds));
+  for (const card of document.querySelectorAll("details.model")) {
+    const { model } = card.dataset;
+    if (!opened.has(model)) opened.set(model, answer.models.length <= (innerWidth < PHONE_PX ? 1 : 3));
+    card.open = opened.get(model);
+  }
   show($("devices"), ...devices(answer));
   show($("work"), work(answer));
   show($("http"), http(answer, before, seconds));
-  show($("problems"), problems(answer));
+  show($("changes"), changes(answer));
   fillChoices(answer);
 }
 
@@ -145,10 +162,18 @@ function tiles(figures) {
 
 // -- sections -------------------------------------------------------------------------------------------------------------
 
-const cell = (text, kind) => h(kind ? `td.${kind}` : "td", {}, text);
-const table = (heads, rows) => h("div.scroll", { tabIndex: 0 }, h("table", {},
-  h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))),
-  h("tbody", {}, ...rows)));
+function condition(found, now, worst) {
+  const since = `since ${clockTime(found.since_s)}, ${time(Math.round(Math.max(0, now - found.since_s)))}${worst === "warning" ? "; lookups are answered" : ""}`;
+  return h(`div.condition.${found.level === "error" ? "bad" : "fair"}`, {}, h("p.head", {}, h("b", {}, found.models.length ? `${named(found.models)}: ${found.name}` : found.name), h("span.soft", {}, since), h("a", { href: `runbooks#${found.runbook}` }, "Runbook")),
+    h("p", {}, found.text), otherTexts(found));
+}
+
+const named = (models) => models.slice(0, MOST_NAMES).join(", ") + (models.length > MOST_NAMES ? ` and ${models.length - MOST_NAMES} more` : "");
+
+// The further texts of a condition or problem, folded.
+const otherTexts = (found) => (found.others.length ? h("details", {}, h("summary.soft", {}, found.others.length > 1 ? `${found.others.length} other texts` : "another text"), ...found.others.map((text) => h("p.soft", {}, text))) : null);
+
+const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
 
 function models(answer, before, seconds) {
   if (!answer.models.length) return [h("p.soft", {}, "No model is configured.")];
@@ -156,24 +181,48 @@ function models(answer, before, seconds) {
     const model = modelIn(answer, status.name), earlier = modelIn(before, status.name);
     const same = model && earlier && model.since === earlier.since ? earlier : null;
     const kind = { ready: "good", failed: "bad" }[status.state] ?? "fair";
-    const head = h("div.head", {}, h("h3", {}, status.name), h(`span.badge.${kind}`, {}, status.state === "loading" ? `loading, ${status.percent} %` : status.state));
-    const card = h("div.card.model", {}, head);
+    const head = h("summary.head", {}, h("h3", {}, status.name), h(`span.badge.${kind}`, {}, status.state === "loading" ? `loading, ${status.percent} %` : status.state));
+    const card = h("details.card.model", {}, head);
     card.dataset.model = status.name;
-    if (model) {
-      head.append(h("span.soft", {}, `version ${model.version}, for ${time(Date.now() / 1000 - model.since)}`));
-      const others = model.versions.filter(([version]) => version !== model.version);
-      if (model.shard) head.append(h("span.badge.shard", {}, `share ${model.shard}`));
-      if (model.pinned) head.append(h("span.badge.fair.pinned", {}, model.pinned));
-      if (others.length) head.append(h("span.soft", {}, others.map(([version, is]) => `${version} ${is}`).join(", ")));
-      head.append(h("span.soft", {}, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`));
-    }
+    const changing = answer.changes.find((change) => change.model === status.name && change.status === undefined);
+    if (model) head.append(...chips(model), h("span.soft.line", {}, line(model, same, seconds)));
+    if (changing) head.append(h("span.chip.now", {}, "a change is under way"));
     if (status.reason) card.append(h("p", {}, status.reason));
     if (status.state === "loading" || status.state === "waiting" || status.state === "failed") card.append(...loads(status));
-    const todo = model ? advice(model, same, seconds) : [];
-    if (todo.length) card.append(h("ul.advice.fair", {}, ...todo.map((text) => h("li", {}, text))));
-    if (model) card.append(...stages(model, same), tables(model, same, seconds));
+    if (model) {
+      const others = model.versions.filter(([version]) => version !== model.version).map(([version, is]) => `version ${version} ${is}`);
+      card.append(h("p.soft", {}, [`version ${model.version} for ${time(answer.time_s - model.since)}`, ...others, `workspaces ${model.busy_workspaces} of ${model.workspaces} busy`].join(" · ")));
+      if (chosen(model)) card.append(h("p.fair.pinned", {}, model.pinned));
+      for (const checks of model.checks ?? []) if (checks.version === model.version) card.append(h("p.soft", {}, `checks: ${checked(checks, answer.time_s)}`));
+      const todo = advice(model, same, seconds);
+      if (todo.length) card.append(h("ul.advice.fair", {}, ...todo.map((text) => h("li", {}, text))));
+      card.append(...stages(model, same), tables(model, same, seconds));
+    }
+    const kept = model?.fleet ? "" : model?.versions.filter(([, is]) => is === "kept").at(-1)?.[0] ?? "", running = model?.rollout?.state === "running";
+    const made = [button("deploy", status.name, "Deploy…"), model && !running ? button("rollback", status.name, kept ? `Roll back to ${kept}…` : "Roll back…", kept) : null,
+      model && chosen(model) ? button("unpin", status.name, "Unpin…") : null, model && !running ? button("canary", status.name, "Start a canary…") : null].filter(Boolean);
+    if (made.length) card.append(h("div.buttons", {}, ...made));
     return card;
   });
+}
+
+// Whether a pin or the fleet's document chose the version; `pinned` also describes held versions.
+const chosen = (model) => model.fleet || model.pinned.startsWith("pinned");
+
+// What a closed card tells besides its state.
+function chips(model) {
+  const found = Object.keys(unread(model)).map((tier) => ["fair", `${TIERS[tier]} not read`]);
+  found.push(...model.versions.filter(([, is]) => is === "held").map(([version]) => ["fair", `${version} held`]));
+  if (chosen(model)) found.push(["fair", model.fleet ? "fleet" : "pinned"]);
+  if (model.shard) found.push(["shard", `share ${model.shard}`]);
+  if (model.rollout?.state === "running") found.push(["now", `${model.rollout.mode} ${portion(model.rollout.share)}`]);
+  return found.map(([kind, text]) => h(`span.chip.${kind}`, {}, text));
+}
+
+function line(model, before, seconds) {
+  const figures = overview({ server: { models: [model] } }, { server: { models: before ? [before] : [] } }, seconds);
+  const p99 = figures.p99 === null ? "" : ` · p99 ${time(figures.p99)}`, hits = figures.hitRate === null ? "" : ` · hits ${percent(figures.hitRate)}`;
+  return `v${model.version} · ${count(before ? figures.lookups : 0)} lookups/s${p99}${hits}`;
 }
 
 function loads(status) {
@@ -219,7 +268,7 @@ function tables(model, before, seconds) {
     row.dataset.table = table.name;
     return row;
   });
-  return table(["table", "dim", "rows", "keys/s", "hits: cache", "volatile", "persistent", "unknown", "cached rows", "evicted/s",
+  return table(`Tables of ${model.name}`, ["table", "dim", "rows", "keys/s", "hits: cache", "volatile", "persistent", "unknown", "cached rows", "evicted/s",
     "size: cache", "volatile", "persistent"], rows);
 }
 
@@ -246,7 +295,7 @@ function work(answer) {
   rows.push(h("tr", {}, cell("connections"), cell(`${count(service.connections)} on ${count(service.fronts)} fronts`)));
   rows.push(h("tr", {}, cell("lookups over HTTP and gRPC"), cell(`${count(service.pending)} under way`)));
   rows.push(h("tr", {}, cell("held for clients"), cell(bytes(service.held_bytes))));
-  return h("div.card", {}, table(["work", "now"], rows));
+  return h("div.card", {}, table("Background work", ["work", "now"], rows));
 }
 
 function http(answer, before, seconds) {
@@ -258,15 +307,25 @@ function http(answer, before, seconds) {
     return rate === 0 ? [] : h("tr", {}, cell(counted.route), cell(count(rate)), cell(time(quantile(counted.latency, was?.latency, 0.5))),
       cell(time(quantile(counted.latency, was?.latency, 0.99))), cell(failing.join(", ") || "none"));
   });
-  return rows.length ? h("div.card", {}, table(["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No requests besides this page's in the last seconds.");
+  return rows.length ? h("div.card", {}, table("Requests by route", ["route", "requests/s", "p50", "p99", "errors"], rows)) : h("p.soft", {}, "No requests besides this page's in the last seconds.");
 }
 
 function problems(answer) {
-  const { degraded } = answer.service, now = degraded ? [h("p.fair", {}, `Now: ${degraded}`)] : [];
-  if (!answer.problems.length) return h(`p.${degraded ? "fair" : "soft"}`, {}, degraded || "None since the start.");
-  return h("div.card", {}, ...now, h("div.scroll", { tabIndex: 0 }, h("table", {}, h("tbody", {}, ...answer.problems.map((problem) => h("tr", {},
-    cell(new Date(1000 * problem.time_s).toLocaleTimeString()), h(`td.${problem.level === "warning" ? "fair" : "bad"}`, {}, problem.level),
-    cell(problem.count > 1 ? `${problem.count} times` : ""), cell(problem.text, "text")))))));
+  if (!answer.problems.length) return h("p.soft", {}, "None since the start.");
+  const entries = answer.problems.map((problem) => {
+    const last = ago(answer.time_s - problem.time_s);
+    const when = problem.count > 1 ? `${count(problem.count)} times, last ${last}, first at ${clockTime(problem.first_s)}` : `once, ${last}, at ${clockTime(problem.time_s)}`;
+    return h("li.problem", {}, h("p.head", {}, h(`b.${problem.level === "warning" ? "fair" : "bad"}`, {}, problem.level), h("span.soft", {}, when)), h("p", {}, problem.text), otherTexts(problem));
+  });
+  const list = (shown) => h("ol.problems", {}, ...shown), more = entries.slice(MOST_KINDS);
+  return h("div.card", {}, list(entries.slice(0, MOST_KINDS)), more.length ? h("details", {}, h("summary", {}, `${more.length} more kinds`), list(more)) : null);
+}
+
+function changes(answer) {
+  if (!answer.changes.length) return h("p.soft", {}, "None was requested since the start.");
+  return h("div.card", {}, table("Changes of models", ["when", "change", "by", "outcome"], answer.changes.map((change) => h("tr", {},
+    cell(new Date(change.since).toLocaleString("sv-SE")), cell(change.what, "text"), cell(change.by, "text"),
+    h(`td.text${change.error ? ".bad" : ""}`, {}, change.status === undefined ? "under way" : change.error ?? `done after ${change.seconds.toFixed(1)} s`)))));
 }
 
 // -- key lookup -----------------------------------------------------------------------------------------------------------
@@ -328,9 +387,17 @@ function answered(row, key) {
 
 $("span").addEventListener("click", () => {
   whole = !whole;
-  $("span").textContent = whole ? "Charts: since the start" : "Charts: last 5 minutes";
+  $("span").textContent = whole ? "Charts: since the start" : "Charts: 5 minutes";
   if (samples.length > 1) show($("tiles"), ...tiles(overview(samples.at(-1).answer, samples[0].answer, Math.max(samples.at(-1).answer.at_s - samples[0].answer.at_s, 1e-9))));
 });
+document.addEventListener("toggle", (event) => { // does not bubble
+  if (event.target.matches?.("details.model")) opened.set(event.target.dataset.model, event.target.open);
+}, true);
+document.addEventListener("click", (event) => {
+  const pressed = event.target.closest("[data-act]");
+  if (pressed) ask(pressed.dataset, modelIn(samples.at(-1).answer, pressed.dataset.of)?.fleet ?? false);
+});
+for (const section of document.querySelectorAll("details.section")) section.open = innerWidth >= PHONE_PX;
 $("find").addEventListener("submit", find);
 $("find-model").addEventListener("change", () => samples.length && fillChoices(samples.at(-1).answer));
 document.addEventListener("visibilitychange", () => document.hidden || poll());

@@ -11,6 +11,7 @@ import orjson
 
 from hps.errors import InvalidInputError
 from hps.serve.protocol.grpc_messages import message
+from hps.tensors.strings import Strings
 
 _Request: Final = message("inference.ModelInferRequest")
 _Response: Final = message("inference.ModelInferResponse")
@@ -26,6 +27,7 @@ _CONTENTS: Final = {  # FP16 has none
     "BOOL": ("bool_contents", "?"),
     "FP32": ("fp32_contents", "<f4"),
     "FP64": ("fp64_contents", "<f8"),
+    "BYTES": ("bytes_contents", ""),
 }
 
 
@@ -87,6 +89,8 @@ def _contents(tensor: Any) -> bytes:
         raise InvalidInputError(
             f"reading input {tensor.name[:120]!r}: got {given[0]!r}, expected {name!r} for datatype {tensor.datatype}"
         )
+    if tensor.datatype == "BYTES":
+        return Strings.of([*tensor.contents.bytes_contents]).to_tensor()
     try:
         return np.array(getattr(tensor.contents, name), dtype).tobytes() if name else b""
     except OverflowError as error:

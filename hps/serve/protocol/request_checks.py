@@ -12,6 +12,7 @@ import orjson
 
 from hps.errors import InvalidDtypeError, InvalidInputError, TooManyKeysError, UnknownTableError
 from hps.scoring.signature import Feature, Output, Signature
+from hps.tensors.transforms import Transform
 from hps.types import FloatArray, KeyArray, TableSpec
 
 BAG_OPTIONS = ("combiner", "max_norm", "padding_key")
@@ -232,6 +233,7 @@ class ModelTables:
         tables: at least one, in the order of their ids.
         keys_per_sample: maximum keys of a sample over all tables.
         network: its network, if it has one.
+        transform: what it does to inputs of requests, if anything.
 
     Attributes:
         indices: index by name.
@@ -244,12 +246,14 @@ class ModelTables:
         version: str = "1",
         keys_per_sample: int = 1,
         network: PublishedNetwork | None = None,
+        transform: Transform | None = None,
     ) -> None:
         self.name = name
         self.tables = tables
         self.version = version
         self.keys_per_sample = keys_per_sample
         self.network = network
+        self.transform = transform
         self.indices = {table.table_name: index for index, table in enumerate(tables)}
 
     def table_index(self, name: str, what: str) -> int:

@@ -13,7 +13,7 @@ ROW: Final = "/v1/models/{model}/tables/{table}/rows/{key}"
 
 ModelState = Literal["waiting", "loading", "ready", "failed"]
 TableState = Literal["waiting", "loading", "done", "failed"]
-Datatype = Literal["INT64", "INT32", "INT16", "INT8", "UINT8", "FP64", "FP32", "FP16", "BOOL"]
+Datatype = Literal["INT64", "INT32", "INT16", "INT8", "UINT8", "FP64", "FP32", "FP16", "BOOL", "BYTES"]
 Version = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
@@ -332,9 +332,95 @@ class DeployRequest(BaseModel):
 
     version: Version | None = Field(default=None, description="By default as chosen by the model's `version_policy`.")
     force: bool = Field(default=False, description="Load the files even if the databases hold them. Online writes are lost.")
+    accept: bool = Field(default=False, description="Let the version serve whatever its checks find, also if they hold it.")
     config: dict[str, Any] | None = Field(
         default=None, description="Entry of `models` as in a ps.json: replaces the configured one, or adds a model."
     )
+    canary: float | None = Field(
+        default=None, description="Share of the requests, in (0, 1], that the version answers beside the serving one."
+    )
+    shadow: float | None = Field(
+        default=None, description="Share of the requests that both versions answer; clients get the serving one's answers."
+    )
+    steps: list[dict[str, float]] | None = Field(
+        default=None, description="`share`, `seconds` and `requests` of each step; default: `models[].canary.steps`."
+    )
+    header: str | None = Field(default=None, description="Header that selects requests; default: `models[].canary.header`.")
+    max_error_rate: float | None = Field(default=None, description="By how much its share of errors may be higher.")
+    max_p99_factor: float | None = Field(default=None, description="How many times as long its 99th percentile may be.")
+    max_difference: float | None = Field(default=None, description="Largest mean difference, as a share of the mean.")
+    least_requests: int | None = Field(default=None, description="Compared requests before `max_difference` counts.")
+
+
+class PromoteRequest(BaseModel):
+    """How to promote the version of a canary or shadow; optional."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {}}, extra="forbid")
+
+    accept: bool = Field(default=False, description="Also a version that its checks hold.")
+
+
+class RolledOutVersion(BaseModel):
+    """The requests of one version during a canary or shadow."""
+
+    version: str
+    requests: int
+    errors: int = Field(description="Failed requests. Those of a canary's new version were then answered by the serving one.")
+    error_rate: float
+    p50_ms: float | None = Field(description="Median of the times; null before the first answer. Of a shadow: in the engine.")
+    p99_ms: float | None
+
+
+class ComparedAnswers(BaseModel):
+    """Requests that both versions answered; clients got one of the answers."""
+
+    requests: int
+    identical: int
+    failed: int = Field(description="Requests that the other version did not answer, or with other shapes.")
+    dropped: int = Field(description="Requests that were not compared, since others needed the memory or the queue was full.")
+    difference: float | None = Field(description="Mean of |new - old| over the mean of |old|; null before the first.")
+    max_difference: float
+    correlation: float | None = Field(description="Correlation of all numbers; null if it is undefined.")
+
+
+class RolloutStep(BaseModel):
+    """A share of the requests, and what ends the step."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    share: float = Field(description="In (0, 1]; 1 promotes the version.")
+    seconds: float = 0.0
+    requests: int = Field(default=0, description="Requests that the new version shall have answered.")
+
+
+class RolloutBounds(BaseModel):
+    """Bounds that end a rollout when the new version breaks one."""
+
+    error_rate: float
+    p99_factor: float
+    difference: float | None
+    least_requests: int
+
+
+class RolloutAnswer(BaseModel):
+    """A canary or shadow of a model, under way or the last one."""
+
+    mode: Literal["canary", "shadow"]
+    state: Literal["loading", "running", "promoted", "rolled back", "ended"]
+    version: str
+    serving: str = Field(description="The version beside which it runs.")
+    share: float = Field(description="Share of the requests now; 0 once it has ended.")
+    header: str = Field(description="Header that selects; without it, the id of the request does.")
+    since: str = Field(description="Time of its begin (ISO 8601, UTC).")
+    seconds: float = Field(description="Duration, so far or in total.")
+    step: int = Field(description="From 1.")
+    step_seconds: float
+    steps: list[RolloutStep]
+    bounds: RolloutBounds
+    versions: list[RolledOutVersion] = Field(description="The serving version, then the new one.")
+    compared: ComparedAnswers
+    by: str = Field(description="Who ended it: a client, or `itself`; empty before.")
+    reason: str = Field(description="Why it ended; empty if somebody wanted it so.")
 
 
 class UndeployRequest(BaseModel):
@@ -355,7 +441,7 @@ class PinStatus(BaseModel):
     """The version that somebody chose for a model in place of its `version_policy`."""
 
     version: str
-    by: Literal["rollback", "deploy"] = Field(description="The change that chose it.")
+    by: Literal["rollback", "deploy", "canary"] = Field(description="The change that chose it.")
     since: str = Field(description="Time of that change (ISO 8601, UTC).")
     text: str = Field(description="Description for people, such as `pinned by rollback, 2026-11-23`.")
     problem: str | None = Field(default=None, description="Why a restart ends the pin; absent if it outlasts one.")
@@ -366,10 +452,20 @@ class FleetRequest(BaseModel):
 
     model_config = ConfigDict(json_schema_extra={"example": {"change": "rollback"}}, extra="forbid")
 
-    change: Literal["deploy", "rollback", "unpin"]
-    version: Version | None = Field(
-        default=None, description="Version to deploy; by default as chosen by the `version_policy`."
+    change: Literal["deploy", "rollback", "unpin", "canary", "promote"] = Field(
+        description="`canary` tries a version out, `promote` lets it serve; `rollback` ends a canary that is under way."
     )
+    version: Version | None = Field(
+        default=None, description="Version to deploy; by default as chosen by the `version_policy`; of a canary, the newest."
+    )
+    canary: float | None = Field(default=None, description="As of a deployment, with the change `canary`; likewise below.")
+    shadow: float | None = None
+    steps: list[dict[str, float]] | None = None
+    header: str | None = None
+    max_error_rate: float | None = None
+    max_p99_factor: float | None = None
+    max_difference: float | None = None
+    least_requests: int | None = None
 
 
 class FleetAnswer(BaseModel):
@@ -378,7 +474,7 @@ class FleetAnswer(BaseModel):
     wanted: str = Field(description="The version that every replica should serve; empty if the `version_policy` chooses.")
     previous: str = Field(description="The version to roll back to; empty if that is the next one below.")
     withdrawn: list[str] = Field(description="Versions that were rolled back from, and not deployed since.")
-    by: Literal["deploy", "rollback", "unpin"] = Field(description="The change that wrote the document.")
+    by: Literal["deploy", "rollback", "unpin", "canary", "promote"] = Field(description="The change that wrote the document.")
     since: str = Field(description="Time of that change (ISO 8601, UTC).")
     number: int = Field(description="Increases with every change.")
     serving: str = Field(description="The version that this replica serves; empty if none.")
@@ -405,23 +501,55 @@ class ChangeAnswer(BaseModel):
     pinned: PinStatus | None = Field(
         default=None, description="The pin that it made, until it is ended by `deploy` or `unpin`."
     )
+    unpinned: PinStatus | None = Field(default=None, description="The pin that it ended; polling takes newer versions again.")
     degraded: str | None = Field(
         default=None, description="What lookups do without after the change, as in `/v2/health/ready`; absent if nothing."
     )
+
+
+class RecordedRequests(BaseModel):
+    """A sample of the requests of a model."""
+
+    requests: list[str] = Field(description="Lines of a `requests.jsonl`, the oldest first.")
+
+
+class CheckStatus(BaseModel):
+    """The result of one check of a version."""
+
+    check: Literal["finite", "keys", "norms", "vectors", "scores", "expected"]
+    table: str | None = Field(default=None, description="Absent for checks of the network.")
+    outcome: Literal["passed", "failed", "skipped"]
+    policy: Literal["refuse", "hold", "warn"] = Field(description="What follows if it fails.")
+    text: str | None = Field(default=None, description="What was got and expected, or why it was skipped.")
+    figures: dict[str, float] = Field(description="What was measured.")
+
+
+class ChecksStatus(BaseModel):
+    """The results of the checks of a version before it took over."""
+
+    verdict: Literal["passed", "held", "refused", "accepted"] = Field(
+        description="`held`: it answers only those who name it, until it is accepted; `accepted`: by a person."
+    )
+    against: str | None = Field(default=None, description="The version that served, and that it was compared with.")
+    at: str = Field(description="Start (ISO 8601, UTC).")
+    seconds: float
+    reason: str | None = Field(default=None, description="The failed checks.")
+    checks: list[CheckStatus]
 
 
 class VersionStatus(BaseModel):
     """A version of a model, and its sizes."""
 
     version: str
-    state: Literal["serving", "available", "kept", "retiring"] = Field(
-        description="`serving` answers requests without a version, `available` those with it; `kept` waits for a roll-back, "
-        "`retiring` for its last lookups."
+    state: Literal["serving", "available", "held", "kept", "retiring"] = Field(
+        description="`serving` answers requests without a version, `available` those with it, `held` likewise, since its "
+        "checks failed; `kept` waits for a roll-back, `retiring` for its last lookups."
     )
     since: str = Field(description="Time it was put into service (ISO 8601, UTC).")
     rows: int = Field(description="Rows in its model files.")
     size_bytes: dict[str, int] = Field(description="Size of its vectors by tier.")
     stale_copies: list[str] = Field(description="Tables that take no online writes, since its network has a copy of them.")
+    checks: ChecksStatus | None = Field(default=None, description="Its checks; absent if it was not checked.")
 
 
 class ModelDetails(BaseModel):
@@ -436,6 +564,7 @@ class ModelDetails(BaseModel):
     pinned: PinStatus | None = Field(default=None, description="The pin to a version, if there is one.")
     shard: ShardMetadata | None = Field(default=None, description="Share of its tables in the server; absent for all rows.")
     fleet: FleetAnswer | None = Field(default=None, description="What the `serving.json` of the model says, if there is one.")
+    rollout: RolloutAnswer | None = Field(default=None, description="Its canary or shadow, under way or the last one.")
 
 
 class ModelList(BaseModel):

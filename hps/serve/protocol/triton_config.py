@@ -118,7 +118,8 @@ def _tensor(name: str, datatype: str, *dims: int) -> dict[str, Any]:
 
 
 def _network_tensor(tensor: DescribedTensor, most: int) -> dict[str, Any]:
-    return _tensor(tensor.name, f"TYPE_{tensor.datatype}", *(tensor.shape if most else tensor.full_shape))
+    kind = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
+    return _tensor(tensor.name, f"TYPE_{kind}", *(tensor.shape if most else tensor.full_shape))
 
 
 def _text(value: Any) -> str:

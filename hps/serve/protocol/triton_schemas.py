@@ -38,6 +38,14 @@ class LoadParameters(BaseModel):
         default=None,
         description="JSON: changes to the model's configuration, by keys of Triton's ModelConfig or of its entry.",
     )
+    version: StrictStr | None = Field(default=None, description="Of a canary or shadow; by default the newest.")
+    canary: StrictStr | None = Field(
+        default=None, description="Share of the requests, such as `0.05`, that the version answers beside the serving one."
+    )
+    shadow: StrictStr | None = Field(default=None, description="Share of the requests that both versions answer.")
+    accept: StrictBool = Field(default=False, description="Also a version that its checks hold.")
+    promote: StrictBool = Field(default=False, description="Let the version of the canary or shadow serve all requests.")
+    rollback: StrictBool = Field(default=False, description="End the canary or shadow, or roll back to the previous version.")
 
 
 class LoadRequest(BaseModel):

@@ -12,11 +12,12 @@ from hps.ground.memory.host_tables import HostTable
 from hps.ground.threads.lifetimes import disown_in_children, refusal
 from hps.stores.base import (
     UNBOUNDED_ROWS,
+    AgingRows,
     DeviceReadable,
+    ExpiredRows,
     InProcessDatabase,
     LoadRecord,
     LogPosition,
-    OrderedWrites,
     Partition,
     RowChanges,
     TableStats,
@@ -27,10 +28,12 @@ from hps.stores.hash_map.memory import MAX_ROWS, size_of_buckets
 from hps.stores.hash_map.sequence_table import SequenceTable
 from hps.stores.hash_map.table import SLICE_ROWS, HashMapTable
 from hps.tensors.array_checks import check_fetch, check_keys, check_positive, check_rows
-from hps.types import BoolArray, FloatArray, KeyArray, stored_text
+from hps.types import BoolArray, FloatArray, IndexArray, KeyArray, stored_text
+
+_CHUNK_ROWS = 65_536  # of changes at a time
 
 
-class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
+class HashMapDatabase(InProcessDatabase, AgingRows, DeviceReadable):
     """A volatile database in process memory (`"type": "hash_map"` or `"parallel_hash_map"`). *Thread-safe.*
 
     Lookups take no lock, release the GIL, and run beside one writer per table; `layout.py` explains why no vector is torn. They
@@ -134,6 +137,19 @@ class HashMapDatabase(InProcessDatabase, OrderedWrites, DeviceReadable):
         order, dim = self._order(tag), self._table(tag).dim
         check_rows(f"hash map: updating table {tag}", changes.keys, changes.vectors, dim, aligned=True)
         return order.apply(changes, positions)
+
+    def order_by_time(self, tag: str) -> None:
+        self._order(tag).by_time = True
+
+    def changed_rows_of(self, tag: str) -> Iterator[tuple[KeyArray, IndexArray]]:
+        return self._order(tag).changed_rows(_CHUNK_ROWS)
+
+    def last_changes(self, tag: str, keys: KeyArray) -> IndexArray:
+        return self._order(tag).last_changes(check_keys(f"hash map: reading changes of table {tag}", keys, aligned=True))
+
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
+        keys = check_keys(f"hash map: expiring rows of table {tag}", keys, aligned=True)
+        return self._order(tag).expire(keys, sequence, loaded=loaded)
 
     def _order(self, tag: str) -> SequenceTable:
         table, order = self._table(tag), self._orders.get(tag)

@@ -1,12 +1,13 @@
 """The order of changes to one table of the hash map: the sequence of each row's last change, including deleted rows."""
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import numpy as np
 
-from hps.stores.base import LogPosition, Partition, RowChanges, exclusive
+from hps.stores.base import ExpiredRows, LogPosition, Partition, RowChanges, exclusive
 from hps.stores.hash_map.table import HashMapTable
 from hps.types import BoolArray, FloatArray, IndexArray, KeyArray
 
@@ -20,10 +21,14 @@ class SequenceTable:
     Args:
         sequences: an empty table of width 2.
         timeout_s: time limit of a call for running ones.
+
+    Attributes:
+        by_time: whether insertions and deletions take their time as sequence.
     """
 
     def __init__(self, table: HashMapTable, sequences: HashMapTable, timeout_s: float) -> None:
         self.positions: dict[Partition, LogPosition] = {}
+        self.by_time = False
         self._table = table
         self._sequences = sequences
         self._highest = 0  # applied sequence
@@ -62,9 +67,32 @@ class SequenceTable:
             self.positions = self.positions | dict(positions)
         return latest
 
+    def changed_rows(self, chunk_rows: int) -> Iterator[tuple[KeyArray, IndexArray]]:
+        """As `AgingRows.changed_rows_of`."""
+        for keys, bits in self._sequences.scan(chunk_rows):
+            yield keys, np.ascontiguousarray(bits).view(np.int64).reshape(-1)
+
+    def last_changes(self, keys: KeyArray) -> IndexArray:
+        """As `AgingRows.last_changes`."""
+        last = np.zeros(keys.size, np.int64)
+        self._sequences.fetch(keys, _bits(last), np.zeros(last.size, np.bool_))
+        return last
+
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
+        """As `AgingRows.expire`."""
+        with self._alone("expiring"):
+            last = self.last_changes(keys)
+            due = keys[(last <= sequence) & ((last > 0) | loaded)]
+            removed = self._table.delete(due)  # first: an interrupted call must not leave a row without its time
+            self._sequences.delete(due)
+        return ExpiredRows(last > sequence, removed)
+
     def _changed_now(self, keys: KeyArray) -> None:
-        if self._highest:  # else the rows are older than any change of a log
-            self._sequences.insert(keys, _bits(np.full(keys.size, self._highest + 1, np.int64)))
+        sequence = self._highest + 1 if self._highest else 0  # 0: the rows are older than any change of a log
+        if self.by_time:
+            sequence = max(sequence, time.time_ns() // 1000)
+        if sequence:
+            self._sequences.insert(keys, _bits(np.full(keys.size, sequence, np.int64)))
 
     def _are_made(self, changes: RowChanges) -> BoolArray:
         vectors, found = np.empty_like(changes.vectors), np.zeros(changes.keys.size, np.bool_)

@@ -14,10 +14,11 @@ from hps.ground.threads.workers import WorkQueue
 from hps.statistics.metrics import Metrics
 from hps.stores.base import (
     UNBOUNDED_ROWS,
+    AgingRows,
     CopyOutcome,
+    ExpiredRows,
     LoadRecord,
     LogPosition,
-    OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
@@ -35,7 +36,7 @@ from hps.stores.redis.server_check import check_room, check_server, partition_by
 from hps.stores.redis.table import RedisTable
 from hps.stores.redis.users import TableUsers
 from hps.tensors.array_checks import check_fetch, check_keys, check_positive, check_rows
-from hps.types import BoolArray, CheckResult, FloatArray, KeyArray, TableSpec, stored_text
+from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec, stored_text
 
 _log = logging.getLogger(__name__)
 _KERNELS: Final = (group_by_partition, write_fields, write_rows, read_rows)
@@ -44,7 +45,7 @@ _USES_PAUSE_S: Final = 1.0  # after a failure
 _USES_WAITING: Final = 64  # batches of found keys to record; more are dropped
 
 
-class RedisDatabase(SharedDatabase, OrderedWrites):
+class RedisDatabase(SharedDatabase, AgingRows):
     """Tables in Redis (`"type": "redis_cluster"` or `"redis"`), laid out as HugeCTR HPS does. *Thread-safe.*
 
     A node reports whether it is a cluster. Every wait has a timeout: a dead, paused or slow node fails the call. Connections
@@ -189,6 +190,18 @@ class RedisDatabase(SharedDatabase, OrderedWrites):
         table = self._table(tag)
         check_rows(f"redis: updating table {tag}", changes.keys, changes.vectors, table.layout.dim)
         return table.apply(changes, positions)
+
+    def order_by_time(self, tag: str) -> None:
+        self._table(tag).order_by_time()
+
+    def changed_rows_of(self, tag: str) -> Iterator[tuple[KeyArray, IndexArray]]:
+        return self._table(tag).changed_rows()
+
+    def last_changes(self, tag: str, keys: KeyArray) -> IndexArray:
+        return self._table(tag).last_changes(check_keys(f"redis: reading changes of table {tag}", keys))
+
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
+        return self._table(tag).expire(check_keys(f"redis: expiring rows of table {tag}", keys), sequence, loaded=loaded)
 
     def copy_changes(self, tag: str, changes: RowChanges) -> None:
         table = self._table(tag)

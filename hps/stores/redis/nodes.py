@@ -236,12 +236,19 @@ class RedisNodes:
                 if cursor == b"0":
                     break
 
-    def scan_hash(self, slot: int, key: bytes, count: int) -> Iterator[tuple[KeyArray, list[bytes]]]:
-        """Yield the fields of a hash as keys of a table, with their values, about `count` at a time, each field once."""
+    def scan_hash(self, slot: int, key: bytes, count: int, skip: bytes = b"") -> Iterator[tuple[KeyArray, list[bytes]]]:
+        """Yield the fields of a hash as keys of a table, with their values, about `count` at a time, each field once.
+
+        Args:
+            skip: a field that is not a key.
+        """
         yielded = KeySet()  # HSCAN repeats fields while Redis resizes the hash
         cursor = b"0"
         while True:
             cursor, flat = self.execute(slot, "HSCAN", key, cursor, "COUNT", max(1, count))
+            if skip and skip in flat[::2]:
+                at = 2 * flat[::2].index(skip)
+                del flat[at : at + 2]
             keys = keys_of(flat[::2], key)
             if keys.size:
                 new = yielded.add(keys)

@@ -106,6 +106,31 @@ end
 return table.concat(made)
 """
 )
+# Removes rows, and their sequences, whose last change is not above a sequence; rows without a change only if asked (1). Reports
+# per row if it was removed (1), has a later change (2), or neither (0).
+_EXPIRE: Final = (
+    _SEQUENCE
+    + """
+local fields, found, due = {}, {}, {}
+for i = 4, #ARGV do fields[#fields + 1] = ARGV[i] end
+local known = redis.call('hmget', KEYS[3], unpack(fields))
+for i, field in ipairs(fields) do
+    if not known[i] and (ARGV[2] == '0' or redis.call('hexists', KEYS[2], field) == 0) then
+        found[i] = '0'
+    elseif known[i] and above(known[i], ARGV[3]) then
+        found[i] = '2'
+    else
+        found[i] = '1'
+        due[#due + 1] = field
+    end
+end
+if #due > 0 then
+    redis.call('hdel', KEYS[2], unpack(due))
+    redis.call('hdel', KEYS[3], unpack(due))
+end
+return table.concat(found)
+"""
+)
 _PROMOTE: Final = """
 if redis.call('get', KEYS[1]) ~= ARGV[1] then return -1 end
 local added = 0
@@ -250,6 +275,7 @@ class SendKeys(Request):
         value: value of every key; empty if keys have none, or if a subclass writes them.
         value_bytes: encoded bytes of one key's value, if a subclass writes it.
         reply_bytes: maximum bytes of the reply per key.
+        last_word: of `words`, if it differs from call to call.
         guard: required mark; with another mark Redis refuses the command, and the reply is None or -1.
     """
 
@@ -263,6 +289,7 @@ class SendKeys(Request):
         *,
         value_bytes: int = 0,
         reply_bytes: int = 0,
+        last_word: bytes = b"",
         guard: Guard | None = None,
     ) -> None:
         self._keys = keys
@@ -273,11 +300,15 @@ class SendKeys(Request):
         if guard and guard.sequences:
             command, key = words
             keys_of = (guard.key, key, guard.sequences)
-            words, self.once, guard = ("EVAL", _LAST, 3, *keys_of, guard.mark, command, guard.highest), True, None
+            last_word = guard.highest
+            words, self.once, guard = ("EVAL", _LAST, 3, *keys_of, guard.mark, command), True, None
         elif guard and (self.count <= _SCRIPTED_KEYS or not value_bytes):  # a full Redis queues nothing, but scripts may delete
             command, key = words
             words, self.once, guard = ("EVAL", _UNDER_MARK, 2, guard.key, key, guard.mark, command), True, None
-        self._start = b"*%d%b" % (len(words) + (2 if value_bytes else 1) * self.count, _packed(words))
+        count = len(words) + bool(last_word) + (2 if value_bytes else 1) * self.count
+        self._start = b"*%d%b" % (count, _packed(words))
+        if last_word:
+            self._start += b"$%d\r\n%b\r\n" % (len(last_word), last_word)
         self._end = b""
         if guard:
             self._start, self._end = guard.start + self._start, guard.end
@@ -382,6 +413,32 @@ class ApplyRows(Request):
         flags = b"1" * self.order.size if self.reply == 1 else self.reply
         applied: BoolArray = np.frombuffer(flags, np.uint8) == ord("1")
         return applied
+
+
+class ExpireRows(SendKeys):
+    """Removes the rows whose last change has at most this sequence, and their place in the order of changes.
+
+    The reply is -1 with another mark.
+
+    Args:
+        guard: required mark, with the hash of the order of changes.
+        order: (count,) int64: positions of the sent keys, 1 to `MOST_ORDERED`. Other arguments as for `SendKeys`.
+        loaded: remove rows without a change, too.
+    """
+
+    once = True
+
+    def __init__(
+        self, slot: int, key: bytes, guard: Guard, keys: KeyArray, order: IndexArray, sequence: int, *, loaded: bool
+    ) -> None:
+        self.order = order
+        words = ("EVAL", _EXPIRE, 3, guard.key, key, guard.sequences, guard.mark, int(loaded))
+        super().__init__(slot, words, keys, order, last_word=sequence.to_bytes(8))
+
+    def found(self) -> Bytes:
+        """Return 1 for each removed row, 2 for each with a later change, and 0 for the others, (count,)."""
+        digits: Bytes = np.frombuffer(self.reply, np.uint8) - ord("0")
+        return digits
 
 
 class FetchRows(SendKeys):

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from hps.errors import DatabaseError, DatabaseTimeoutError, TableWidthError
-from hps.stores.base import UNBOUNDED_ROWS, LogPosition, Partition, RowChanges, TableStats, exclusive
+from hps.stores.base import UNBOUNDED_ROWS, ExpiredRows, LogPosition, Partition, RowChanges, TableStats, exclusive
 from hps.stores.redis.catalog import Catalog, fresh, lost
 from hps.stores.redis.codec import Bytes, group_by_partition
 from hps.stores.redis.layout import KeyPartition, RedisLayout
@@ -34,6 +34,7 @@ from hps.stores.redis.requests import (
     MOST_ORDERED,
     ApplyRows,
     Call,
+    ExpireRows,
     FetchRows,
     GetMark,
     Guard,
@@ -79,6 +80,7 @@ class RedisTable:
         self._refreshed_at = 0.0
         self._promotes_after = 0.0
         self._follows = False
+        self._by_time = False  # whether writes take their time as sequence
         self._followed: list[bytes] = []  # the marks for which positions of the log are valid
         self._positions: dict[Partition, LogPosition] = {}
         self._highest = 0  # known applied sequence
@@ -207,6 +209,50 @@ class RedisTable:
             self._catalog.write_positions(self.layout, followed, new)
             self._positions.update(new)
         return made
+
+    def order_by_time(self) -> None:
+        """As `AgingRows.order_by_time`."""
+        if not self._followed:
+            self.follow_log()
+        self._by_time = True
+
+    def changed_rows(self) -> Iterator[tuple[KeyArray, IndexArray]]:
+        """As `AgingRows.changed_rows_of`."""
+        for partition in self.layout.partitions:
+            for keys, values in self._nodes.scan_hash(partition.slot, partition.sequences, self._chunk, skip=b"h"):
+                yield keys, np.frombuffer(b"".join(values), ">i8").astype(np.int64)
+
+    def last_changes(self, keys: KeyArray) -> IndexArray:
+        """As `AgingRows.last_changes`."""
+        last, found = np.zeros(keys.size, ">i8"), np.zeros(keys.size, np.bool_)
+        bits, header = last.view(np.uint8).reshape(-1, 8), np.frombuffer(b"$8\r\n", np.uint8)
+        requests: list[Request] = [
+            FetchRows(partition.slot, partition.sequences, keys, piece, header, bits, found)
+            for partition, share in self._shares(keys)
+            for piece in self._pieces(share)
+        ]
+        self._run(requests, self._deadline(keys), f"reading {keys.size} changes of table {self.layout.tag}")
+        return np.where(found, last, 0).astype(np.int64)
+
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
+        """As `AgingRows.expire`. Redis compares the sequences: other processes may write."""
+        kept, removed = np.zeros(keys.size, np.bool_), 0
+
+        def expiring(partition: KeyPartition, share: IndexArray, guard: Guard) -> list[Request]:
+            return [
+                *self._overflow.forget_uses(partition, keys, share),
+                *(
+                    ExpireRows(partition.slot, partition.values, guard, keys, piece, sequence, loaded=loaded)
+                    for piece in self._pieces(share, guard)
+                ),
+            ]
+
+        for request in self._write(keys, expiring, f"expiring {keys.size} keys of table {self.layout.tag}"):
+            if isinstance(request, ExpireRows):
+                found = request.found()
+                kept[request.order] = found == 2
+                removed += int(np.count_nonzero(found == 1))
+        return ExpiredRows(kept, removed)
 
     def copy_changes(self, changes: RowChanges) -> None:
         """As `Database.copy_changes`. With other writers rows are only removed: a lagging process would write stale ones."""
@@ -521,7 +567,8 @@ class RedisTable:
     def _guard(self, partition: KeyPartition, mark: bytes) -> Guard:
         if not is_ordered(_parsed(mark)):
             return Guard(partition.mark, mark)
-        return Guard(partition.mark, mark, partition.sequences, self._highest.to_bytes(8))
+        highest = max(self._highest, time.time_ns() // 1000 - 1) if self._by_time else self._highest
+        return Guard(partition.mark, mark, partition.sequences, highest.to_bytes(8))
 
     def _pieces(self, share: IndexArray, guard: Guard | None = None) -> list[IndexArray]:
         most = min(self._chunk, MOST_ORDERED) if guard and guard.sequences else self._chunk

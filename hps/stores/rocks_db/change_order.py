@@ -7,6 +7,8 @@ sequence, in the first write of a batch of changes, so that no row ever has a hi
 
 **Other insertions and deletions** take the highest sequence + 1. They do not store it; the next start allows for it.
 
+In a table *by time* they take the current time instead, if that is higher: sequences of its log are times, too.
+
 **In memory.** Reading the sequence of each changed row would be slow: a read sorts the times family's memtable, which must be
 flushed before, and that also starts another write-ahead log. So the last sequences of some 500,000 rows are cached, 9 MB per
 table, in sets by the hash of the key, with the highest sequence that any other row of the set may have. A change above that is
@@ -14,6 +16,7 @@ the latest without a read. After a start, only the highest sequence of the table
 """
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -79,16 +82,18 @@ class ChangeOrder:
 
     Args:
         always: whether insertions and deletions have a sequence also before the table follows a log.
+        by_time: whether that sequence is at least the current time in microseconds since 1970.
 
     Attributes:
         highest: highest applied sequence; 0 before the first.
         positions: last stored positions, by partition.
     """
 
-    def __init__(self, engine: Engine, tag: str, *, always: bool = False) -> None:
+    def __init__(self, engine: Engine, tag: str, *, always: bool = False, by_time: bool = False) -> None:
         self._tag = tag
         self._engine = engine
         self._always = always
+        self.by_time = by_time
         self._known: tuple[KeyArray, IndexArray, IndexArray] | None = None  # of sets: keys, sequences, bounds
         self._highest_recorded = 0
         doing = f"reading how far table {tag} followed its log"
@@ -109,6 +114,8 @@ class ChangeOrder:
     @property
     def next(self) -> int:
         """The sequence of an insertion or deletion now; 0 to store none."""
+        if self.by_time:
+            return max(self.highest + 1, time.time_ns() // 1000)
         return self.highest + 1 if self.highest or self._always else 0
 
     def judge(self, keys: KeyArray, sequences: IndexArray) -> npt.NDArray[np.uint8]:

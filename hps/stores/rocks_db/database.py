@@ -28,7 +28,7 @@ from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 from hps.errors import (
@@ -46,10 +46,12 @@ from hps.ground.threads.lifetimes import disown_in_children
 from hps.ground.threads.open_calls import OpenCalls
 from hps.stores.base import (
     LOAD_ADVICE,
+    AgingRows,
     DatabaseReport,
+    DiskSpace,
+    ExpiredRows,
     LoadRecord,
     LogPosition,
-    OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
@@ -75,6 +77,7 @@ from hps.tensors.array_checks import check_positive
 from hps.types import BoolArray, CheckResult, FloatArray, IndexArray, KeyArray, TableSpec, stored_text
 
 _log = logging.getLogger(__name__)
+_Chunk = TypeVar("_Chunk")
 
 _LOAD_POLL_S = 0.02
 _RECOVER_EVERY_S = 0.5  # between two checks of a database that refuses writes
@@ -118,7 +121,7 @@ def writer_of(path: Path) -> int:
     return os.getpid() if ours else directory.locking_process(path)
 
 
-class RocksDatabase(PersistentDatabase, OrderedWrites):
+class RocksDatabase(PersistentDatabase, AgingRows):
     """Tables of vectors in a RocksDB directory. *Thread-safe.*
 
     `size` counts a table of up to 131,072 rows. For a larger one it returns RocksDB's estimate, which counts a row again for
@@ -494,6 +497,9 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
             Need("ram", "RocksDB's write buffers", WRITE_BUFFERS_BYTES, temporary=True),
         ]
 
+    def disk_space(self) -> DiskSpace:
+        return DiskSpace.of(self.path)
+
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
         if self.read_only:
             return
@@ -511,7 +517,7 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         check_fits(
             f"making room for tables in {self.path}",
             needs,
-            shutil.disk_usage(self.path).free,
+            self.disk_space().free_bytes,
             "on its file system",
             "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume",
         )
@@ -660,6 +666,23 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
         with self._calls:
             return self._table_with_times(tag).apply(changes, positions)
 
+    def order_by_time(self, tag: str) -> None:
+        self._recover()
+        with self._calls:
+            self._table_with_times(tag).order_by_time()
+
+    def changed_rows_of(self, tag: str) -> Iterator[tuple[KeyArray, IndexArray]]:
+        return self._piecewise(self._table(tag).changed_rows())
+
+    def last_changes(self, tag: str, keys: KeyArray) -> IndexArray:
+        with self._calls:
+            return self._table(tag).last_changes(keys)
+
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
+        self._recover()
+        with self._calls:
+            return self._table_with_times(tag).expire(keys, sequence, loaded=loaded)
+
     def _table_with_times(self, tag: str) -> RocksTable:
         table = self._table(tag)
         if not (table.remembers_times or self.read_only):
@@ -713,10 +736,12 @@ class RocksDatabase(PersistentDatabase, OrderedWrites):
 
     def changed_keys(self, tag: str) -> Iterator[KeyArray]:
         """Yield the keys of all changes of a table, deletions included, that were not forgotten."""
-        keys = self._table(tag).changed_keys()
+        return self._piecewise(self._table(tag).changed_keys())
+
+    def _piecewise(self, chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
         while True:
             with self._calls:  # not across the yield
-                some = next(keys, None)
+                some = next(chunks, None)
             if some is None:
                 return
             yield some

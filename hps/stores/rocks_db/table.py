@@ -29,7 +29,7 @@ import numpy.typing as npt
 from hps.errors import DatabaseCorruptError, UnknownTableError
 from hps.ground.threads.pacing import pieces
 from hps.ground.threads.thread_pool import DISK_POOL, POOL
-from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, exclusive
+from hps.stores.base import LOAD_ADVICE, ExpiredRows, LoadRecord, LogPosition, Partition, RowChanges, exclusive
 from hps.stores.rocks_db.change_order import LATEST, OLDER, UNCERTAIN, ChangeOrder
 from hps.stores.rocks_db.engine import BLOCK_BYTES, DEFAULT, SEALED, TIMES, Engine, after
 from hps.stores.rocks_db.load_records import LoadRecords
@@ -46,6 +46,8 @@ _ROWS_WORTH_A_THREAD = 1024
 _COLD_ROWS = 16  # of a multi-get that waits for the disk for each row
 _COLD_SHARE = 32  # one row of so many that is read from the disk makes a fetch cold
 _BLOCKS_A_ROW = BLOCK_BYTES // 512
+_FEW_TIMES = 128  # in the memtable, which RocksDB sorts for each read of a key
+_UNKNOWN = 1 << 62
 _EXACT_ROWS = 1 << 17  # tables up to this size are counted, which takes some 50 ms
 
 
@@ -83,7 +85,10 @@ class RocksTable:
         self._writer = records.writer(tag)
         self._writer_waits = False  # to be stored once the disk has room
         self._keeps_deletions = keeps_deletions
+        self._by_time = False
+        self._unflushed = _UNKNOWN  # entries in the memtable of the times family
         self._sealed = engine.family(SEALED + tag)
+        self._unflushed_sealed = _UNKNOWN
         self._order = ChangeOrder(engine, tag, always=keeps_deletions)
         # That C code holds the interpreter lock, so the table works in pieces, between which other threads can run.
         self._piece_rows = max(1, min(_PIECE_ROWS, _PIECE_BYTES // (_KEY_BYTES + 4 * dim)))
@@ -184,8 +189,7 @@ class RocksTable:
             values = self._engine.get(family, keys, doing)
             known = np.fromiter(_presence(values), np.bool_, len(keys))
             present: Any = compress(values, known)
-            padded = map(methodcaller("ljust", _CHANGE.size, b"\0"), map(itemgetter(slice(_CHANGE.size)), present))
-            last[known] = np.frombuffer(b"".join(padded), "<i8").reshape(-1, 2)
+            last[known] = _changes(present)
         return last
 
     def stored_bytes(self) -> int:
@@ -252,6 +256,7 @@ class RocksTable:
         with self._alone(doing):
             self._mark_modified()
             written = self._changed_now(keys)
+            self._unflushed += keys.size
             for piece, values in self._sorted_pieces(keys, vectors, self._write_rows):  # a fifth faster than unsorted
                 self._engine.write({self.tag: (piece, values), TIMES + self.tag: (piece, written)}, {}, doing)
             self._engine.sync(doing)
@@ -267,6 +272,7 @@ class RocksTable:
             for rows in pieces(distinct.size, self._write_rows):
                 batch = _key_list(distinct[rows])
                 present = self._present(batch, doing)
+                self._unflushed += len(batch)
                 if self._order.next:
                     self._engine.write({times: (batch, written)}, {self.tag: present}, doing)
                 else:
@@ -305,7 +311,7 @@ class RocksTable:
         if self._times is not None:
             order = np.argsort(_ranks(keys))
             doing = f"reading the changes of table {self.tag}"
-            self._engine.flush(self._times, doing)  # as in `_are_latest`
+            self._flush_times(doing)
             for rows in pieces(keys.size, self._fetch_rows):
                 values = self._engine.get(self._times, _key_list(keys[order[rows]]), doing)
                 changed[order[rows]] = np.fromiter(_presence(values), np.bool_, len(values))
@@ -321,7 +327,7 @@ class RocksTable:
                 self._sealed = self._engine.create(SEALED + self.tag)
             stored: list[bytes | None] = []
             if self._sealed is not None:
-                self._engine.flush(self._times, doing)  # as in `_are_latest`
+                self._flush_times(doing)
                 for rows in pieces(keys.size, self._fetch_rows):
                     stored += self._engine.get(self._times, _key_list(keys[order[rows]]), doing)
             for rows in pieces(keys.size, self._write_rows):
@@ -329,6 +335,8 @@ class RocksTable:
                 values = stored[rows]
                 known = [*_presence(values)]
                 puts = {SEALED + self.tag: (list(compress(batch, known)), list(compress(values, known)))} if known else {}
+                self._unflushed += len(batch)
+                self._unflushed_sealed += len(batch)
                 self._engine.write(puts, {self.tag: batch, times: batch}, doing)  # type: ignore[arg-type]
             self._engine.sync(doing)
 
@@ -361,6 +369,75 @@ class RocksTable:
             self._engine.sync(doing)
         return latest
 
+    # -- rows that age ------------------------------------------------------------------------------------------------
+
+    def order_by_time(self) -> None:
+        """As `AgingRows.order_by_time`."""
+        # A table counts as one that follows a log from then on: a deletion is remembered, and sealing keeps the sequences.
+        doing = f"ordering changes of table {self.tag} by time"
+        with self._alone(doing):
+            if not self._order.follows:
+                self._engine.write({DEFAULT: _unzipped(self._order.raised(1))}, {}, doing)
+                self._engine.sync(doing)
+                self._order.highest = 1
+            self._order.by_time = self._by_time = True
+            self._order.invalidate()  # rows may have later sequences than its bounds
+
+    def changed_rows(self) -> Iterator[tuple[KeyArray, IndexArray]]:
+        """As `AgingRows.changed_rows_of`."""
+        doing = f"reading the changes of table {self.tag}"
+        for family in (self._sealed, self._times):
+            start = b""
+            while family is not None and (flat := self._engine.read(family, start, self._fetch_rows, doing)):
+                start = after(flat[-2])
+                yield np.frombuffer(b"".join(flat[::2]), "<i8").astype(np.int64), _sequences(_changes(flat[1::2]))
+
+    def last_changes(self, keys: KeyArray) -> IndexArray:
+        """As `AgingRows.last_changes`."""
+        doing = f"reading the last changes of table {self.tag}"
+        last: IndexArray = np.zeros(keys.size, np.int64)
+        order = np.argsort(_ranks(keys))
+        if keys.size:
+            self._flush_times(doing)
+        for piece in pieces(keys.size, self._fetch_rows):
+            rows = order[piece]
+            last[rows] = _sequences(self._last_changes(_key_list(keys[rows]), doing))
+        return last
+
+    def _flush_times(self, doing: str) -> None:
+        """Write the memtables of times to files before keys are read from them, unless they have only a few."""
+        if self._times is not None and self._unflushed > _FEW_TIMES:
+            self._unflushed = 0  # before: what is written meanwhile counts
+            self._engine.flush(self._times, doing)
+        if self._sealed is not None and self._unflushed_sealed > _FEW_TIMES:
+            self._unflushed_sealed = 0
+            self._engine.flush(self._sealed, doing)
+
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
+        """As `AgingRows.expire`."""
+        # Not synced: what a crash undoes is expired at the next start, too.
+        doing, removed = f"expiring rows of table {self.tag}", 0
+        keys = check_keys(doing, keys)
+        with self._alone(doing):
+            kept: BoolArray = self._order.judge(keys, np.full(keys.size, sequence, np.int64)) == OLDER
+            doubtful = np.flatnonzero(~kept)
+            last = self.last_changes(keys[doubtful])
+            kept[doubtful] = last > sequence
+            due = keys[doubtful[(last <= sequence) & ((last > 0) | loaded)]]
+            due = due[np.argsort(_ranks(due))]
+            if due.size:
+                self._mark_modified()
+            records = [TIMES + self.tag] if self._sealed is None else [TIMES + self.tag, SEALED + self.tag]
+            for rows in pieces(due.size, self._write_rows):
+                batch = _key_list(due[rows])
+                present = self._present(batch, doing)
+                self._unflushed += len(batch)
+                self._unflushed_sealed += len(batch)
+                self._engine.write({}, {self.tag: present} | dict.fromkeys(records, batch), doing)
+                removed += len(present)
+            self._flush_times(doing)  # here, and not in the next lookup
+        return ExpiredRows(kept, removed)
+
     def _are_latest(self, keys: KeyArray, sequences: IndexArray, doing: str) -> BoolArray:
         verdicts = self._order.judge(keys, sequences)
         doubtful = np.flatnonzero(verdicts == UNCERTAIN)
@@ -368,7 +445,7 @@ class RocksTable:
             # The memtable of the times is an unsorted vector, which RocksDB sorts for each read of a key. So it is written to a
             # file first. That also starts a new log each time, and logs with unflushed rows of other families stay: these are
             # flushed once there are many.
-            self._engine.flush(self._times, doing)
+            self._flush_times(doing)
             if self._engine.logs_pile_up:
                 for family in (self._family, self._engine.family(DEFAULT)):
                     self._engine.flush(family, doing)
@@ -395,7 +472,8 @@ class RocksTable:
             TIMES + self.tag: (keys, written.view(f"V{_CHANGE.size}").ravel().tolist()),
         }
         if records:
-            puts[DEFAULT] = (records.keys(), records.values())
+            puts[DEFAULT] = _unzipped(records)
+        self._unflushed += len(keys)
         self._engine.write(puts, {self.tag: removed}, doing)
 
     def load(
@@ -469,6 +547,7 @@ class RocksTable:
         for keys in self.changed_keys():
             batch = _key_list(keys)
             times = _CHANGE.pack(time.time_ns() // 1000, 1)
+            self._unflushed += len(batch)
             self._engine.write({TIMES + self.tag: (batch, [times] * len(batch))}, {}, doing)
 
     def settle(self) -> None:
@@ -483,7 +562,8 @@ class RocksTable:
         self._engine, self._records = engine, records
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._sealed = self._engine.family(SEALED + self.tag)
-        self._order = ChangeOrder(self._engine, self.tag, always=self._keeps_deletions)
+        self._unflushed = self._unflushed_sealed = _UNKNOWN
+        self._order = ChangeOrder(self._engine, self.tag, always=self._keeps_deletions, by_time=self._by_time)
         self._loading = False  # the engine merges by itself again
         if self._writer_waits and not self._engine.in_view:
             self._name_writer(str(self._writer))
@@ -598,6 +678,22 @@ def _vector_list(
 
 def _presence(values: Sequence[bytes | None]) -> Iterator[bool]:
     return map(is_not, values, repeat(None))
+
+
+def _changes(values: Iterable[bytes]) -> IndexArray:
+    """Decode values of a times family: time and sequence, (n, 2); 0 for a missing sequence."""
+    padded = map(methodcaller("ljust", _CHANGE.size, b"\0"), map(itemgetter(slice(_CHANGE.size)), values))
+    return np.frombuffer(b"".join(padded), "<i8").reshape(-1, 2).astype(np.int64, copy=False)
+
+
+def _sequences(changes: IndexArray) -> IndexArray:
+    """Return the sequences of changes, (n, 2); a row written before its table followed a log has its time."""
+    sequences: IndexArray = np.where(changes[:, 1] > 0, changes[:, 1], changes[:, 0])
+    return sequences
+
+
+def _unzipped(records: Mapping[bytes, bytes]) -> tuple[Iterable[bytes], Iterable[bytes]]:
+    return records.keys(), records.values()
 
 
 def _blocks_read() -> int:

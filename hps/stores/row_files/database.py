@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,12 +44,14 @@ from hps.stores.base import (
     LOAD_ADVICE,
     Adoption,
     AdoptsRowFiles,
+    AgingRows,
     DatabaseReport,
     DeviceReadable,
+    DiskSpace,
+    ExpiredRows,
     LoadRecord,
     LogPosition,
     MergesRows,
-    OrderedWrites,
     Partition,
     PersistentDatabase,
     RowChanges,
@@ -80,7 +81,7 @@ _LOAD_POLL_S: Final = 0.02
 _PROGRESS_S: Final = 0.5
 
 
-class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, MergesRows, AdoptsRowFiles):
+class RowFilesDatabase(PersistentDatabase, AgingRows, DeviceReadable, MergesRows, AdoptsRowFiles):
     """Tables of rows in sealed files. *Thread-safe.*
 
     Args:
@@ -364,6 +365,9 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
         ]
         return [*needs, *RocksDatabase.room_for(config, [])]
 
+    def disk_space(self) -> DiskSpace:
+        return DiskSpace.of(self.path)
+
     def check_room(self, tables: Sequence[tuple[str, int, int]]) -> None:
         if self.read_only:
             return
@@ -376,7 +380,7 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
         check_fits(
             f"making room for tables in {self.path}",
             needs,
-            shutil.disk_usage(self.path).free,
+            self.disk_space().free_bytes,
             "on its file system",
             "drop tables of models or versions that are no longer needed, remove other files there, or use a larger volume "
             "(persistent_db.path; for a repository --state of `hps serve`)",
@@ -425,6 +429,22 @@ class RowFilesDatabase(PersistentDatabase, OrderedWrites, DeviceReadable, Merges
     def apply(self, tag: str, changes: RowChanges, positions: Mapping[Partition, LogPosition]) -> BoolArray:
         with self._calls:
             return self._table(tag).apply(changes, positions)
+
+    def order_by_time(self, tag: str) -> None:
+        self._table(tag)
+        self._changes.order_by_time(tag)
+
+    def changed_rows_of(self, tag: str) -> Iterator[tuple[KeyArray, IndexArray]]:
+        self._table(tag)
+        return self._changes.changed_rows_of(tag)
+
+    def last_changes(self, tag: str, keys: KeyArray) -> IndexArray:
+        self._table(tag)
+        return self._changes.last_changes(tag, keys)
+
+    def expire(self, tag: str, keys: KeyArray, sequence: int, *, loaded: bool = False) -> ExpiredRows:
+        with self._calls:
+            return self._table(tag).expire(keys, sequence, loaded=loaded)
 
     def seal(self, tag: str) -> int:
         """Write a new file with all changes so far, and forget these; return how many there were. Readers never wait."""

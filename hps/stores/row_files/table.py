@@ -35,7 +35,7 @@ from hps.ground.progress import size_text
 from hps.ground.shares import TableShare, share_in
 from hps.ground.threads.workers import new_thread
 from hps.statistics.snapshot import FileStatistics
-from hps.stores.base import LOAD_ADVICE, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource, exclusive
+from hps.stores.base import LOAD_ADVICE, ExpiredRows, LoadRecord, LogPosition, Partition, RowChanges, RowFileSource, exclusive
 from hps.stores.rocks_db.database import RocksDatabase
 from hps.stores.row_files.changed_rows import ChangedRows
 from hps.stores.row_files.cold_reads import ColdReads
@@ -406,6 +406,35 @@ class RowTable:
                 made[:] = applied = self._changes.apply(self.tag, changes, positions)
             return applied
 
+    def expire(self, keys: KeyArray, sequence: int, *, loaded: bool) -> ExpiredRows:
+        """As `AgingRows.expire`. A row that the file has, too, is deleted beside it instead, until the next seal."""
+        doing = f"expiring rows of table {self.tag}"
+        keys = check_keys(doing, keys)
+        with self._alone(doing):
+            file, removed = self._state.file, 0
+            kept: BoolArray = np.zeros(keys.size, np.bool_)
+            if self._recent is not None or self._download is not None or self._load is not None:
+                filed: BoolArray = np.ones(keys.size, np.bool_)  # a new file may get any of them
+            else:
+                filed = file.contains(keys) if file else np.zeros(keys.size, np.bool_)
+            if (only := keys[~filed]).size:
+                with self._noting(only, None) as made:
+                    expired = self._changes.expire(self.tag, only, sequence, loaded=loaded)
+                    made[:] = ~expired.kept
+                kept[~filed], removed = expired.kept, expired.removed
+            last = self._changes.last_changes(self.tag, keys[filed])
+            kept[filed] = last > sequence
+            due = (last <= sequence) & ((last > 0) | loaded)
+            if (also := keys[filed][due]).size:
+                self._mark_modified()
+                removed += int(self._present(also).sum()) if self._download is None else also.size
+                # A lookup that still finds the file's row compares its last change with what is hidden: it must not seem later.
+                order, deleted = np.maximum(last[due], 1), np.ones(also.size, np.bool_)
+                changes = RowChanges(also, np.zeros((also.size, self.width), np.float32), order, deleted)
+                with self._noting(also, None):
+                    self._changes.apply(self.tag, changes, {})
+            return ExpiredRows(kept, removed)
+
     def follow_log(self) -> dict[Partition, LogPosition]:
         return self._changes.follow_log(self.tag)
 
@@ -773,7 +802,7 @@ class RowTable:
 
     def _forget(self, sealed: list[KeyArray], doing: str, progress: Callable[[int], None] | None) -> None:
         """Remove sealed changes from RocksDB, unless the row was changed again."""
-        keys, start = np.concatenate(sealed), 0
+        keys, start = np.concatenate([np.empty(0, np.int64), *sealed]), 0  # none if all changes have expired
         try:
             for start in range(0, keys.size, _FORGET_ROWS):
                 piece = keys[start : start + _FORGET_ROWS]

@@ -14,6 +14,7 @@ from hps.tools.cli.configuration import check_config, init, plan
 from hps.tools.cli.server import compile_kernels, live_models, profile, serve, top
 from hps.tools.cli.tables import (
     check_database,
+    check_version,
     create_model,
     import_tables,
     load,
@@ -44,6 +45,7 @@ app.command(
 app.command("profile", epilog=profile.EXAMPLE)(profile.profile_command)
 app.command("check-config", epilog=check_config.EXAMPLE)(check_config.check_config_command)
 app.command("check-database", epilog=check_database.EXAMPLE)(check_database.check_database_command)
+app.command("check-version", epilog=check_version.EXAMPLE)(check_version.check_version_command)
 app.command("compile", epilog=compile_kernels.EXAMPLE)(compile_kernels.compile_command)
 app.command("plan", epilog=plan.EXAMPLE)(plan.plan_command)
 app.command("row-formats", epilog=row_formats.EXAMPLE)(row_formats.row_formats_command)
@@ -56,9 +58,11 @@ for _name, _command in (
     ("models", live_models.models_command),
     ("deploy", live_models.deploy_command),
     ("undeploy", live_models.undeploy_command),
+    ("promote", live_models.promote_command),
     ("rollback", live_models.rollback_command),
     ("unpin", live_models.unpin_command),
     ("refresh", live_models.refresh_command),
+    ("record", live_models.record_command),
 ):
     app.command(_name, epilog=live_models.EXAMPLES[_name])(_command)
 updates.updates.command("status", epilog=live_models.EXAMPLES["updates status"])(live_models.updates_status_command)
@@ -79,9 +83,9 @@ def _hps(
 ) -> None:
     """Serve embedding vectors of recommender models from GPU memory, RAM, Redis and RocksDB.
 
-    serve, load, lookup, plan, row-formats, profile, publish and check-config take CONFIG: a ps.json, as HugeCTR's parameter
-    server does. top, models, deploy, undeploy, rollback, unpin and refresh call a running server (--url or HPS_URL; the token
-    is in HPS_ADMIN_TOKEN).
+    serve, load, lookup, plan, row-formats, profile, publish, check-config and check-version take CONFIG: a ps.json, as in
+    HugeCTR. top, models, deploy, promote, undeploy, rollback, unpin, refresh and record call a running server (--url or
+    HPS_URL; the token is in HPS_ADMIN_TOKEN).
     """
     if version:
         typer.echo(f"hps {__version__}")

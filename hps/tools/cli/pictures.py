@@ -10,6 +10,9 @@ from hps.ground.registry import install_hint
 if TYPE_CHECKING:
     from hps.tools.planning.forecast import TableForecast
     from hps.tools.profiling.profile import Profile, Row
+    from hps.versions.checks.report import CheckReport
+
+_COLOURS = {"passed": "C0", "failed": "C3", "skipped": "C7"}
 
 
 def check_picture(path: Path | None) -> None:
@@ -47,6 +50,44 @@ def draw_plan(path: Path, tables: "Sequence[TableForecast]") -> None:
     axes.set_title("Hit rate by cache size (dotted: an ideal LRU cache; diamond: as configured)", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, ncols=1 + len(tables) // 12)
+    _save(figure, path)
+
+
+def draw_checks(path: Path, report: "CheckReport") -> None:
+    """Draw what the checks of a version measured, a dot for each table, red where a check failed; as `draw_plan`."""
+    tables = list(dict.fromkeys(found.table for found in report.checks if found.table))
+    figure = _figure(path)
+    figure.set_size_inches(12, 1.5 + 0.25 * max(6, len(tables)))
+    drawn = [
+        ("keys", "new", -0.05, 1.05),
+        ("keys", "gone", -0.05, 1.05),
+        ("norms", "factor", 0.9, None),
+        ("vectors", "cosine", -1.05, 1.05),
+        ("vectors", "alignment", -0.1, 1.05),
+    ]
+    *panels, last = figure.subplots(1, len(drawn) + 1)
+    for axes, (check, name, low, high) in zip(panels, drawn, strict=True):
+        found = {one.table: one for one in report.checks if one.check == check}
+        measured = [found[table].figures.get(name, 0.0) if table in found else 0.0 for table in tables]
+        colours = [_COLOURS[found[table].outcome] if table in found else _COLOURS["skipped"] for table in tables]
+        axes.scatter(measured, tables, color=colours)
+        axes.set_xlim(low, high)
+        axes.grid(alpha=0.3)
+        axes.set_title(f"{check}: {name}", fontsize=9)
+        axes.tick_params(labelsize=8, labelleft=axes is panels[0])
+        axes.invert_yaxis()
+    network = [one for one in report.checks if one.check == "scores"]
+    names = ["correlation", "overlap"]
+    last.bar(
+        names,
+        [network[0].figures.get(name, 0.0) if network else 0.0 for name in names],
+        color=_COLOURS[network[0].outcome if network else "skipped"],
+    )
+    last.set_title("scores", fontsize=9)
+    last.set_ylim(-1, 1)
+    last.tick_params(labelsize=8)
+    against = f" beside version {report.against}" if report.against else ""
+    figure.suptitle(f"{report.model}: version {report.version}{against}: {report.verdict}", fontsize=10)
     _save(figure, path)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Url: TypeAlias = Annotated[str, typer.Option("--url", envvar="HPS_URL", help="URL of the server.")]
 ServerUrl: TypeAlias = Annotated[str, typer.Argument(metavar="URL", envvar="HPS_URL", help="URL of the server.")]
+UrlToo: TypeAlias = Annotated[str, typer.Option("--url", show_default=False, help="The same, as other commands take it.")]
 Token: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -56,16 +57,18 @@ def server_command(url: Any = Url) -> Callable[[Callable[..., None]], Callable[.
     """Make a command of a function whose first parameter is the client of a running server.
 
     Args:
-        url: the parameter with the URL: an option, or an argument (`ServerUrl`).
+        url: the parameter with the URL: an option, or an argument (`ServerUrl`), beside which there is the option, too.
     """
     # Typer reads a command's parameters from its signature, so the options of the server are declared here, once.
-    options = {"url": (url, LOCAL), "token": (Token, ""), "token_file": (TokenFile, None), "cert": (Certificate, None)}
+    options: dict[str, tuple[Any, Any]] = {"url": (url, LOCAL), "token": (Token, ""), "token_file": (TokenFile, None)}
+    options |= {"cert": (Certificate, None), **({"url_too": (UrlToo, "")} if url is ServerUrl else {})}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**arguments: Any) -> None:
             with console.reported():
-                server = running_server(*(arguments.pop(name) for name in options))
+                address, *others = (arguments.pop(name) for name in options if name != "url_too")
+                server = running_server(arguments.pop("url_too", "") or address, *others)
                 command(server, **arguments)
 
         _, *parameters = signature(command).parameters.values()

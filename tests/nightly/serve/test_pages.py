@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import run_examples
+from tests.docs.examples import run_examples
 
 
 @pytest.mark.parametrize("page", ["pooling.md", "torch.md"])

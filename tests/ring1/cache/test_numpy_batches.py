@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from bisect import bisect_left
 from contextlib import ExitStack, contextmanager
 
@@ -142,6 +143,24 @@ def test_resident_keys_are_answered_and_no_keys_and_a_new_epoch(served):
             check(request)
         assert 0 < requests[0].times[0] <= requests[0].times[1]
     assert loop.handed_over == []
+
+
+def test_requests_are_handed_over_while_the_cache_is_not_trusted(served):
+    loop, front, deployment_id = served
+    answered = []
+    for until_ns in (time.perf_counter_ns() - 1, time.perf_counter_ns() + 10**15, 0):
+        loop.loop_state.trust_until(deployment_id, until_ns)
+        request = front.write(SLAB, deployment_id, DIMS, [(0, [1, 2], False)])
+        ask(loop, front, request)
+        answered.append(request.status == ANSWERED)
+    assert answered == [False, True, False]
+    loop.loop_state.hand_over_all(True)
+    loop.loop_state.trust_until(deployment_id, time.perf_counter_ns() + 10**15)
+    ask(loop, front, request := front.write(SLAB, deployment_id, DIMS, [(0, [1], False)]))
+    assert request.status == FAILED
+    loop.loop_state.hand_over_all(False)
+    ask(loop, front, request := front.write(SLAB, deployment_id, DIMS, [(0, [1], False)]))
+    check(request)
 
 
 def test_nothing_beside_vectors_masks_and_status_is_written(served):

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from pydantic_core import PydanticUndefined
 
+from hps.configuration.canary import CanaryConfig
+from hps.configuration.checks import ChecksConfig
 from hps.configuration.hugectr_structs import PYTHON_NAMES
 from hps.configuration.load import (
     Configuration,
@@ -32,6 +34,8 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text()
 SECTIONS: list[tuple[str, type[Section], dict[str, Any]]] = [
     ("Top level", Configuration, REFERENCE),
     ("`models[]`", ModelConfig, REFERENCE["models"][0]),
+    ("`models[].canary`", CanaryConfig, REFERENCE["models"][0]["canary"]),
+    ("`models[].checks`", ChecksConfig, REFERENCE["models"][0]["checks"]),
     ("`models[].dense`", DenseConfig, REFERENCE["models"][0]["dense"]),
     ("`models[].dense.inputs`", NetworkInputConfig, REFERENCE["models"][0]["dense"]["inputs"]["items"]),
     ("`models[].dense.keys`", KeysProgramConfig, REFERENCE["models"][0]["dense"]["keys"][0]),
@@ -64,6 +68,10 @@ def test_reference_json_and_the_page_hold_every_key_and_no_other(
     title: str, section: type[Section], example: dict[str, Any]
 ) -> None:
     assert list(example) == [row[0].strip("`") for row in rows(title)] == current_keys(section)
+
+
+def test_reference_json_holds_the_defaults_of_every_check() -> None:
+    assert REFERENCE["models"][0]["checks"] == ChecksConfig().model_dump()
 
 
 def test_reference_json_and_minimal_json_are_valid_and_give_no_notice() -> None:

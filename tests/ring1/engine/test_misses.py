@@ -46,7 +46,7 @@ def start(tmp_path):
         def start(persistent=False, tiers=None, **changes):
             settings = {"gpucacheper": 0.1, "hit_rate_threshold": 1.1, "num_of_worker_buffer_in_pool": 2}
             settings |= {"default_value_for_each_table": [DEFAULT] * 2} | changes
-            model = model_of("m", [tmp_path / "a"] * 2, {"a": DIM, "b": DIM}, **settings)
+            model = model_of("m", [tmp_path / "a"] * 2, {"a": DIM, "b": DIM}, **{"checks": False, **settings})
             document = document_of(model, persistent=tmp_path / "rocks" if persistent else None)
             return opened.enter_context(hps.HPS({**document, "device": "cuda", **(tiers or {})}))
 

@@ -71,7 +71,7 @@ def start(device: str, tmp_path: Path) -> Iterator[Start]:
         def start(kind: str = "small", **changes: Any) -> hps.HPS:
             settings: dict[str, Any] = {"hit_rate_threshold": 1.1, "max_batch_size": 10_000, "num_of_worker_buffer_in_pool": 2}
             settings |= {"default_value_for_each_table": [DEFAULT] * 2} | KINDS[kind] | changes
-            model = model_of("m", write(tmp_path), DIMS, **settings)
+            model = model_of("m", write(tmp_path), DIMS, **{"checks": False, **settings})
             return opened.enter_context(hps.HPS(document_of(model, device=device)))
 
         yield start

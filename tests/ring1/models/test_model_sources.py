@@ -60,7 +60,7 @@ def test_a_local_path_may_have_a_colon(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "source",
     [
-        *("abfs://c/m", "http://host/m", "ftp://host/m", "https://example.org/m", "https://", "x-y:z"),
+        *("swift://c/m", "http://host/m", "ftp://host/m", "https://example.org/m", "https://", "x-y:z"),
         *("https://evilamazonaws.com/b/m", "https://amazonaws.com.evil.org/b/m", "https://storage.googleapis.com.evil.org/b/m"),
     ],
 )

@@ -12,7 +12,7 @@ from hps.configuration.load import load_dense
 from hps.errors import ModelFileError, ModelFileNotFoundError
 from hps.filesystems.local import LocalFileSystem
 from hps.models.manifest import FileCheck, below, read_manifest
-from hps.models.repository import list_models, list_versions, read_log_starts, table_sources, version_files
+from hps.models.repository import VersionFiles, list_models, list_versions, table_sources, version_files, with_log_starts
 from hps.models.sources import ModelSources
 
 
@@ -95,7 +95,7 @@ def test_a_manifest_says_what_a_version_is_and_its_files_are_below_it(tmp_path: 
     [
         *((b"", "it is not JSON"), (b'{"delta_of": "1"', "it is not JSON"), (b"\xff\xfe", "it is not JSON")),
         *((b"[" * 100_000, "it is not JSON"), (b"[]", "got list, expected a JSON object")),
-        ({"delta_off": "1"}, "delta_off: .*write delta_of, note, step, files, updates, dense"),
+        ({"delta_off": "1"}, "delta_off: .*write delta_of, note, step, written_at_us, files, updates, dense"),
         *(({"delta_of": 1}, "delta_of: "), ({"delta_of": "01"}, "delta_of: "), ({"delta_of": "1\n"}, "delta_of: ")),
         ({"files": {"key": {"size_bytes": -1}}}, "size_bytes"),
         ({"files": {"key": {"size_bytes": 8, "crc32": "abc"}}}, "crc32"),
@@ -124,10 +124,11 @@ def test_a_delta_without_positions_in_the_log_has_those_of_the_version_that_it_c
 @pytest.mark.parametrize(
     ("manifest", "places", "found"),
     [
-        ({"updates": {"a": {"0": "7"}}, "delta_of": "9"}, ["1/a", "1/b/"], ({"0": "7"}, {})),
-        ({"updates": {"a": {"0": "7"}}}, ["1/a", "2/b"], ()),  # of two versions: nobody can have meant that
-        (None, ["1/a"], ()),
-        ({"schema": "of something else"}, ["1/a"], ()),
+        ({"updates": {"a": {"0": "7"}}, "delta_of": "9", "written_at_us": 5}, ["1/a", "1/b/"], (({"0": "7"}, {}), 5)),
+        ({"updates": {"a": {"0": "7"}}}, ["1/a"], (({"0": "7"},), 0)),
+        ({"updates": {"a": {"0": "7"}}}, ["1/a", "2/b"], ((), 0)),  # of two versions: nobody can have meant that
+        (None, ["1/a"], ((), 0)),
+        ({"schema": "of something else"}, ["1/a"], ((), 0)),
     ],
 )
 def test_positions_are_found_beside_directories_that_are_configured_one_by_one(
@@ -135,7 +136,9 @@ def test_positions_are_found_beside_directories_that_are_configured_one_by_one(
 ) -> None:
     if manifest:
         put(tmp_path / "1" / "version.json", manifest)
-    assert read_log_starts([f"{tmp_path}/{place}" for place in places], ModelSources()) == found
+    files = VersionFiles("1", tuple(f"{tmp_path}/{place}" for place in places))
+    completed = with_log_starts(files, ModelSources())
+    assert (completed.updates, completed.written_at_us) == found
 
 
 def test_the_models_of_a_repository_are_found_and_a_broken_one_hides_no_other(tmp_path: Path, asked: Counter[str]) -> None:

@@ -176,8 +176,11 @@ def test_a_delta_of_a_sealed_version_is_merged_with_its_file(model: Path) -> Non
 
 
 def test_a_version_lists_its_row_files_with_size_and_checksum(model: Path) -> None:
+    before = json.loads((model / "1" / "version.json").read_text())
     [table] = seal_version(model / "1")
-    files = json.loads((model / "1" / "version.json").read_text())["files"]
+    manifest = json.loads((model / "1" / "version.json").read_text())
+    assert manifest["written_at_us"] == before["written_at_us"]
+    files = manifest["files"]
     assert files["item/rows"]["size_bytes"] == table.size_bytes
     assert len(files["item/rows"]["crc32"]) == 8
     assert list(list_versions(str(model), SOURCES)) == ["1", "2"]

@@ -85,7 +85,7 @@ def test_the_log_lines_of_hugectrs_warm_up_are_kept_the_last_step_included(
     heads = (
         'EC initialization for model: "shop", num_tables: 1',
         f"EC initialization on device: 0 for {TAG}",
-        "Initialize the embedding cache by by inserting the same size model file with embedding cache from beginning",
+        "Initialize the embedding cache by inserting the same size model file with embedding cache from beginning",
     )
     for capacity, fraction, steps in (
         *((700, 0.3, (210, 210, 210, 70)), (700, 1.0, (700,))),

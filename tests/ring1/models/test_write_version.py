@@ -1,6 +1,7 @@
 """Versions on this machine are written whole or not at all, with a manifest that fits them."""
 
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +27,15 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def test_a_version_is_its_tables_and_what_says_by_what_they_are_whole(tmp_path: Path) -> None:
     tables, positions = {"item": ROWS, "deep/user": [ROWS, (KEYS[10:], VECTORS[10:])]}, {"item": {"0": "17", "topic/1": "9"}}
+    before_us = time.time_ns() // 1000
     write_version(tmp_path / "shop" / "1", tables, note="first", updates=positions)
+    after_us = time.time_ns() // 1000
     written = files_of(tmp_path / "shop" / "1")
     manifest = read_manifest(str(tmp_path / "shop" / "1"), ModelSources())
     assert manifest is not None
     assert (manifest.delta_of, manifest.note, manifest.updates) == ("", "first", positions)
+    assert manifest.written_at_us is not None
+    assert before_us <= manifest.written_at_us <= after_us
     assert written.pop("version.json")
     assert dict(manifest.files) == {
         name: FileCheck(size_bytes=len(data), crc32=f"{zlib.crc32(data):08x}") for name, data in written.items()
@@ -67,7 +72,9 @@ def test_a_version_that_is_there_stays_and_nothing_is_left_of_a_failure(tmp_path
 
     with pytest.raises(ModelFileError, match=rf"renaming .* to {tmp_path}/2: Directory not empty"):
         write_version(tmp_path / "2", {"item": meanwhile()})
-    assert files_of(tmp_path / "2") == {name[2:]: data for name, data in before.items()}
+    written = files_of(tmp_path / "2")
+    assert written.pop("version.json") != before.pop("1/version.json")  # another time
+    assert written == {name[2:]: data for name, data in before.items()}
     with pytest.raises(OSError, match="the source broke"):
         write_version(tmp_path / "3", {"user": ROWS, "item": broken()})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]

@@ -74,7 +74,9 @@ def test_a_deployment_has_the_words_of_its_tables(loop_state):
         tables_of(3, 8, max_keys=77), resident=DriverWords([[11, 12], [13, 14, 15]], deployment=[16, 17])
     )
     row = loop_state.deployments[row_of(deployment_id)]
-    assert row[[exchange.D_ID, exchange.D_TABLES, exchange.D_RESIDENT, exchange.D_FIRST]].tolist() == [deployment_id, 2, 1, 1]
+    assert row[[exchange.D_ID, exchange.D_TABLES, exchange.D_RESIDENT, exchange.D_FIRST]].tolist() == [
+        *(deployment_id, 2, exchange.ALWAYS, 1)
+    ]
     assert row[exchange.D_DRIVER : exchange.D_DRIVER + 3].tolist() == [16, 17, 0]
     tables = loop_state.tables[1:3]
     assert tables[:, [exchange.T_DIM, exchange.T_MAX_KEYS]].tolist() == [[3, 77], [8, 77]]

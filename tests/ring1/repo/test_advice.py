@@ -23,6 +23,9 @@ REFERENCE = json.loads((ROOT / "configs" / "reference.json").read_text())
 FOLLOWED = {
     "hps check-database": "tests/ring2/stores/rocks_db/test_rocks_db_logs.py::test_the_cure_of_a_damaged_log_saves",
     "hps deploy": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
+    "hps deploy --accept": "tests/ring2/versions/test_version_checks.py::test_a_bad_version_is_held_and_seen_and_a_good_one_or",
+    "hps deploy --accept --canary": "tests/ring2/versions/test_canary.py::test_the_commands_begin_change_and_end_a_canary",
+    "hps deploy --canary": "tests/ring2/versions/test_canary.py::test_the_commands_begin_change_and_end_a_canary",
     "hps deploy --fleet --version": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare",
     "hps deploy --force": "tests/ring2/models/test_redis_force.py::test_a_table_that_a_server_uses_is_not_emptied_and_loaded",
     "hps import": "tests/ring2/models/test_import.py::test_the_command_lists_and_imports",
@@ -30,6 +33,9 @@ FOLLOWED = {
     "hps load": "tests/ring1/models/test_table_load.py::test_the_command_line_loads_again_when_forced",
     "hps load --force": "tests/ring1/models/test_table_load.py::test_what_errors_say_loads_a_table_again",
     "hps models": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
+    "hps promote": "tests/ring2/versions/test_canary.py::test_the_commands_begin_change_and_end_a_canary",
+    "hps rollback": "tests/ring2/versions/test_canary.py::test_the_commands_begin_change_and_end_a_canary",
+    "hps record": "tests/ring2/versions/test_version_checks.py::test_recorded_requests_are_written_by_the_command_for_the",
     "hps seal": "tests/ring1/models/test_sealed_models.py::test_what_errors_say_writes_a_file_again",
     "hps unpin": "tests/ring2/versions/test_fleet.py::test_the_service_and_the_commands_change_and_compare_a_fleet",
 }

@@ -19,6 +19,7 @@ OWNERS = {
     "typer": "hps/tools/cli/",
     "boto3": "hps/filesystems/s3",
     "botocore": "hps/filesystems/s3",
+    "azure": "hps/filesystems/azure",
     "hdfs_native": "hps/filesystems/hdfs",
     "google": ("hps/filesystems/gcs", "hps/serve/protocol/grpc_messages", "hps/serve/frontend/grpc_methods"),  # protobuf
     "grpc": "hps/serve/frontend/grpc_server",

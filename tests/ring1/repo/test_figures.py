@@ -28,7 +28,7 @@ def test_a_result_has_one_row_a_line():
 
 
 def test_every_picture_is_drawn_shown_and_traced_to_its_results():
-    of_pages = {"din"}  # drawn and compared by tests/ring2/torch/test_whole_models_page.py
+    of_pages = {"din"}  # drawn and compared by tests/docs/test_whole_models_page.py
     assert {path.stem for path in PICTURES.iterdir()} - of_pages == set(DRAWINGS) == set(PICTURED)
     page = (ROOT / "docs" / "measured.md").read_text()
     assert [name for name in DRAWINGS if f"(pictures/{name}.svg)" not in page] == []

@@ -14,14 +14,17 @@ def test_top_level_cuda_folder_is_no_package():
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OF_HPS = re.compile(
-    r"""pip install [^\n`]{0,40}?(hps-server|hps_server\b(?!-))|hps-server\[|pip install (?:-e )?'?\.\[([\w,]+)\]"""
+    r"pip install [^\n`]{0,40}?(hps-server|hps_server\b(?!-))"
+    r"|pip install ['\"]?(hps)\b(?![-\w])"
+    r"|hps-server\["
+    r"|pip install (?:-e )?'?\.\[([\w,]+)\]"
 )
 """Advice to install hps from an index, where it is not, and with extras from a clone."""
 
 
 def advice(text: str) -> tuple[list[str], set[str]]:
     found = list(OF_HPS.finditer(text))
-    return [one[0] for one in found if one[2] is None], {extra for one in found for extra in (one[2] or "").split(",") if extra}
+    return [one[0] for one in found if one[3] is None], {extra for one in found for extra in (one[3] or "").split(",") if extra}
 
 
 def test_nothing_tells_to_install_what_no_index_has() -> None:
@@ -44,12 +47,14 @@ def test_nothing_tells_to_install_what_no_index_has() -> None:
     [
         ("pip install 'hps-server[torch]'", ["pip install 'hps-server"]),
         ("pip install hps-server", ["pip install hps-server"]),
+        ("pip install 'hps[torch]'", ["pip install 'hps"]),
+        ("pip install './hps[import,torch]'", []),
         ("wants hps-server[torch]", ["hps-server["]),
         ("pip install '.[torch,grpc]'", []),
     ],
 )
 def test_such_advice_is_found(text: str, found: list[str]) -> None:
-    assert advice(text) == (found, set() if found else {"torch", "grpc"})
+    assert advice(text) == (found, {"torch", "grpc"} if "'.[" in text else set())
 
 
 def test_hints_of_implementations_name_extras_that_exist() -> None:

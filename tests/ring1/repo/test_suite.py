@@ -10,7 +10,7 @@ from tests.ledger import read_durations
 from tests.nightly.mutants import named_bugs
 
 TESTS = ROOT / "tests"
-RINGS = ("ring1", "ring2", "nightly", "gpu")
+RINGS = ("ring1", "ring2", "docs", "nightly", "gpu")
 RING_1_BUDGET_S = 300
 """Processor seconds of all tests of ring 1. Two cores, less what collecting takes on each, leave 5 minutes by the clock."""
 TEST_BUDGET_S = 1.0
@@ -41,7 +41,7 @@ def patience(source: str) -> Iterator[int]:
 
 def test_no_test_of_rings_1_and_2_sleeps_or_asserts_a_duration() -> None:
     contracts = [path for path in (ROOT / "hps" / "testing").glob("*.py") if path.name != "waiting.py"]
-    files = [*files_of("ring1", "ring2"), *contracts]
+    files = [*files_of("ring1", "ring2", "docs"), *contracts]
     found = [f"{path.relative_to(ROOT)}:{line}" for path in files for line in patience(path.read_text("utf-8"))]
     assert not found, f"wait for a condition with hps.testing.waiting.wait_until, or move the test to tests/nightly: {found}"
 
@@ -52,7 +52,7 @@ def test_every_test_is_in_a_ring() -> None:
 
 
 def test_the_ledger_has_every_file_of_ring_1() -> None:
-    tests = {path.relative_to(TESTS).as_posix() for path in files_of("ring1", "ring2") if path.name.startswith("test_")}
+    tests = {path.relative_to(TESTS).as_posix() for path in files_of("ring1", "ring2", "docs") if path.name.startswith("test_")}
     known = set(read_durations())
     new = [f"tests/{path}" for path in sorted(tests - known) if path.startswith("ring1/")]
     assert not new, f"run: make durations ROOM='{' '.join(new[:8])}'"

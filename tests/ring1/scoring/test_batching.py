@@ -37,14 +37,16 @@ def first_keys(given: Arrays) -> Mapping[str, np.ndarray]:
 class Bench:
     """A batcher over a fake network and fake tables; `told` has the answers by name of the request, in their order."""
 
-    def __init__(self, function: Any = first_keys, max_delay_us: int = 0, *, alone: bool = False) -> None:
+    def __init__(self, function: Any = first_keys, max_delay_us: int = 0, *, alone: bool = False, instances: int = 1) -> None:
         self.tables, self.network, self.counters = FakeTables(4, 2, max_keys=MOST_KEYS), ArrayNetwork(function), ScoreCounters()
         dense = load_dense({"format": "onnx", "file": "f", "inputs": INPUTS, "outputs": ["score"]})
         signature = signature_of(dense, self.tables.specs)
-        scorer = Scorer(
-            "m", self.tables.specs, signature, NetworkCalls(self.network), self.tables.look_up, max_samples=MOST_SAMPLES
-        )
-        self.batcher = Batcher("model 'm'", scorer, self.counters, MOST_SAMPLES, max_delay_us, alone=alone)
+        calls = NetworkCalls(self.network)
+        scorers = [
+            Scorer("m", self.tables.specs, signature, calls, self.tables.look_up, max_samples=MOST_SAMPLES)
+            for _ in range(instances)
+        ]
+        self.batcher = Batcher("model 'm'", scorers, self.counters, MOST_SAMPLES, max_delay_us, alone=alone)
         self._signature = signature
         self.told: dict[str, Any] = {}
         self._changed = threading.Condition()
@@ -113,6 +115,31 @@ def test_what_waits_is_answered_in_one_call(bench: Bench) -> None:
     counters = bench.counters
     assert (counters.requests, counters.samples, counters.batches, counters.late) == (6, 11, 2, 0)
     assert counters.lookup_times.latency().count == counters.network_times.latency().count == 2
+
+
+def test_instances_run_batches_at_the_same_time_and_what_waits_goes_to_the_first_that_is_free() -> None:
+    together, busy = threading.Barrier(2), threading.Event()
+
+    def meet(given: Arrays) -> Mapping[str, np.ndarray]:
+        if given["item"][0, 0] < 0:
+            together.wait(PATIENCE_S)  # broken if one runs after the other
+        if given["item"][0, 0] == 7:
+            assert busy.wait(PATIENCE_S)
+        return first_keys(given)
+
+    bench = Bench(meet, instances=2, alone=True)
+    for name in "ab":
+        bench.submit(name, [-1])
+    assert bench.wait(*"ab") == [[-1.0], [-1.0]]
+    bench.submit("hangs", [7])
+    wait_until(lambda: not bench.batcher.waiting, "one instance is in the network")
+    for number in range(4):
+        bench.submit(str(number), [number], most_s=0.0)
+    assert bench.wait(*"0123") == [[0.0], [1.0], [2.0], [3.0]]
+    assert "hangs" not in bench.told
+    busy.set()
+    bench.wait("hangs")
+    bench.close()
 
 
 def test_a_batch_has_at_most_so_many_samples_and_keeps_the_order(bench: Bench) -> None:
@@ -309,15 +336,15 @@ def test_requests_are_not_queued_behind_a_network_that_hangs(bench: Bench) -> No
     for count in (1, 2):
         may_end.clear()
         bench.submit(f"hung {count}", [1])
-        wait_until(lambda: bench.batcher._scorer.network_seconds(), "the network runs")
+        wait_until(lambda: bench.batcher._scorers[0].network_seconds(), "the network runs")
         bench.submit(f"queued {count}", [2], most_s=3600)
-        wait_until(lambda: max(bench.batcher._scorer.network_seconds().values()) > 0.01, "time passes")
+        wait_until(lambda: max(bench.batcher._scorers[0].network_seconds().values()) > 0.01, "time passes")
         for name in "abc":
             with pytest.raises(hps.NetworkBusyError, match=r"under way for \d+\.\d s, expected at most 0.01 s; requests are"):
                 bench.submit(name, [3], most_s=0.01)
         assert bench.counters.refused == 3 * count
         may_end.set()
         assert bench.wait(f"hung {count}", f"queued {count}") == [[1], [2]]
-        wait_until(lambda: not bench.batcher._scorer.network_seconds(), "the network has returned")
+        wait_until(lambda: not bench.batcher._scorers[0].network_seconds(), "the network has returned")
         bench.submit(f"after {count}", [4], most_s=1e-9)
         assert bench.wait(f"after {count}") == [[4]]

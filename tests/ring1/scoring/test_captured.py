@@ -293,6 +293,6 @@ def test_absent_keys_count_without_those_that_fill_a_batch_up() -> None:
             return {0: 6, 1: 0}
 
     counted: list[GraphKeys] = []
-    lookups = GraphLookups(Lacking(FakeTables(4, 2)), lambda batch: None, counted.append, lambda: None)
+    lookups = GraphLookups(Lacking(FakeTables(4, 2)), lambda batch: None, counted.append, lambda: None, lambda: False)
     assert lookups.succeeded({0: 20, 1: 5}, {0: 24, 1: 8})
     assert counted == [GraphKeys({0: 20, 1: 5}, {0: 5}, False)]

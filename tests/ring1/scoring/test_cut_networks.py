@@ -477,7 +477,7 @@ class Waiting:
         self._told = threading.Semaphore(0)
 
     def answers(self, *every: Arrays) -> list[Any]:
-        batcher = Batcher("model 'm'", self.scorer, ScoreCounters(), MOST)
+        batcher = Batcher("model 'm'", [self.scorer], ScoreCounters(), MOST)
         self.scorer.tables.may_answer.clear()
         for number, arrays in enumerate((every[0], *every), -1):
             batcher.submit(ScoreCall(self.scorer.read(arrays), functools.partial(self._tell, number)))

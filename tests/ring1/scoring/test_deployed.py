@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hps.configuration.checks import ChecksConfig
 from hps.configuration.load import load_dense
-from hps.errors import NetworkError, NotReadyError
+from hps.errors import ConfigError, NetworkError, NotReadyError
+from hps.scoring import deployed as deployed_module
 from hps.scoring import scorer as scorer_module
-from hps.scoring.deployed import DeploymentScores
+from hps.scoring.deployed import DeploymentScores, OpenedNetwork
 from hps.scoring.network_calls import NetworkCalls
 from hps.scoring.signature import signature_of
 from hps.statistics.scores import ScoreCounters
@@ -35,7 +37,7 @@ class Deployed:
             outputs=(),
             on_device=on_device,
         )
-        config: Any = SimpleNamespace(model="m", version="1", max_batch_size=MOST_SAMPLES)
+        config: Any = SimpleNamespace(model="m", version="1", max_batch_size=MOST_SAMPLES, checks=ChecksConfig())
         session: Any = SimpleNamespace(run=self.tables.look_up, graph_lookups=lambda: None)
         self.scores = DeploymentScores(opened, config, dense, self.tables.specs, {0: session}, self.counters)
         self.network.calls.clear()
@@ -123,3 +125,14 @@ def test_on_the_cpu_calls_do_not_wait_for_each_other() -> None:
     wait_until(lambda: 2 in deployed.answers, "the second call is answered")
     assert 1 not in deployed.answers
     deployed.end()
+
+
+def test_instances_on_a_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployed_module, "implementation", lambda kind, name: DeviceNetwork)
+    tables = FakeTables(4)
+    dense = load_dense(
+        {"format": "onnx", "file": "f", "inputs": {"item": {"table": "t0"}}, "outputs": ["score"], "instances": 2}
+    )
+    config: Any = SimpleNamespace(model="m", tables=tables.specs)
+    with pytest.raises(ConfigError, match=r"dense\.instances: got 2, expected 1"):
+        OpenedNetwork(config, dense, {}, "", [0])

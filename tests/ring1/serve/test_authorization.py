@@ -84,6 +84,23 @@ def test_a_change_needs_the_admin_token_or_where_there_is_none_loopback(loopback
         assert outcome(checked, "change", sent) == expected, sent
 
 
+@pytest.mark.parametrize(
+    ("checked", "expected"),
+    [
+        (authorization(loopback=True), "loopback"),
+        (authorization(loopback=True, bearer_token="b"), "loopback"),
+        (authorization(loopback=False, bearer_token="b"), "off"),
+        (authorization(loopback=False, admin_token="a"), "token"),
+        (named(entry("lookup", "write", token="t-one")), "off"),
+        (named(entry("admin", token="t-one")), "token"),
+        (named(entry("lookup", certificate="ops"), entry("admin", name="other", token="t-one")), "token"),
+        (named(entry("admin", certificate="ops")), "certificate or token"),
+    ],
+)
+def test_what_a_change_needs_is_said(checked: Authorization, expected: str) -> None:
+    assert checked.administration == expected
+
+
 def test_the_admin_token_allows_lookups_too() -> None:
     for admin, of_admin in (("", 401), ("t-change", 200)):
         checked = authorization(bearer_token="t-look", admin_token=admin)

@@ -57,8 +57,8 @@ def loop_state():
 
 
 def serve(loop_state, session, driver=None):
-    config = SimpleNamespace(model="m")
-    deployed = SimpleNamespace(tables=TABLES, sessions={0: session}, config=config, keys_per_sample=1, scores=None)
+    config = SimpleNamespace(model="m", transform=None)
+    deployed = SimpleNamespace(tables=TABLES, sessions={0: session}, config=config, keys_per_sample=1, scores=None, aging=None)
     return _Served(deployed, 0, [loop_state], [driver or NumpyBatches(loop_state)], lambda: None)
 
 
@@ -136,8 +136,8 @@ def figures():
     metrics = HTTPMetrics(Refusals())
     metrics.count("/a", 200, 0.5)
     inference = {"m\0001": [1] * 8}
-    gauges = {"connections": 1, "pending": 0, "held_bytes": 5, "cached_bytes": 6}
-    return {"http": metrics.figures(), "inference": inference, "cpu_ns": 7, **gauges}
+    gauges = {"connections": 1, "pending": 0, "held_bytes": 5, "cached_bytes": 6, "certificate_ends_s": 0}
+    return {"http": metrics.figures(), "inference": inference, "rollouts": {}, "cpu_ns": 7, **gauges}
 
 
 def test_figures_of_a_front_are_recognised():
@@ -154,6 +154,7 @@ OF_HTTP = {
 WRONG = {
     "http": [3, {}, *(figures()["http"] | {key: value} for key, values in OF_HTTP.items() for value in values)],
     "inference": [[1], {"m\0001": [1] * 9}, {"m\0001": ["x"] * 8}],
+    "rollouts": [[1], {"a": [1]}, {"a": ["x"] * 10}],
     "connections": ["x"],
     "cpu_ns": [None],
     "pending": [None],

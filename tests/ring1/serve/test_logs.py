@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -13,62 +12,13 @@ from hps.configuration.load import ServiceConfig
 from hps.errors import DatabaseError, InvalidInputError, NotReadyError
 from hps.ground.log_limits import LineLimit, OnceAMinute
 from hps.serve.logs import changes
-from hps.serve.logs.lines import JSONLines, Problem, RecentProblems, TextLines, configure_logging, fields, formatter_of
+from hps.serve.logs.lines import JSONLines, TextLines, configure_logging, fields, formatter_of
 from hps.serve.logs.requests import RequestLog, Served, request_id
 from hps.testing.waiting import wait_until_async
 from tests.fakes.clock import Clock
 from tests.servers.on_loop import beside
 
 FORGED = "a\n2026-01-01 00:00:00,000 ERROR hps: all is lost\r\x1b[2J\u2028\u202e"
-
-
-@pytest.fixture
-def problems():
-    """A handler, and a logger that has no other."""
-    handler, logger = RecentProblems(most=3), logging.getLogger("tests.problems")
-    logger.propagate, logger.handlers = False, [handler]
-    yield handler, logger
-    logger.propagate, logger.handlers = True, []
-
-
-def said(handler):
-    return [(entry.level, entry.text, entry.count) for entry in handler.entries()]
-
-
-def test_equal_problems_are_one_that_is_counted_and_the_latest_comes_first(problems):
-    handler, logger = problems
-    logger.info("not a problem")
-    for text in ("a", "b", "a"):
-        logger.warning("table %s is away", text)
-    logger.error("table %s is away", "a")
-    away = "table {} is away".format
-    assert said(handler) == [("error", away("a"), 1), ("warning", away("a"), 2), ("warning", away("b"), 1)]
-    entries = handler.entries()
-    assert (type(entries[0]), entries[0].logger) == (Problem, "tests.problems")
-    assert entries[0].time_s >= entries[2].time_s
-
-
-def test_the_oldest_problem_is_forgotten_and_texts_are_bounded(problems):
-    handler, logger = problems
-    for number in range(5):
-        logger.warning("%d%s", number, "x" * 5000)
-    assert [(text[0], len(text)) for _, text, _ in said(handler)] == [("4", 1000), ("3", 1000), ("2", 1000)]
-    logger.warning("got %s", FORGED * 50)  # clients' strings control nobody's terminal
-    text = said(handler)[0][1]
-    assert (text.isprintable(), len(text)) == (True, 1000)
-    try:
-        raise ValueError("broken")
-    except ValueError:
-        logger.exception("serving failed")
-    assert said(handler)[0][1] == "serving failed: ValueError: broken"
-
-
-def test_problems_of_many_threads_are_all_counted(problems):
-    handler, logger = problems
-    with ThreadPoolExecutor(4) as threads:
-        for _ in range(4):
-            threads.submit(lambda: [logger.warning("same") for _ in range(200)])
-    assert said(handler) == [("warning", "same", 800)]
 
 
 def record(text, *arguments, raised=None, **more):

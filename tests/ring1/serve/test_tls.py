@@ -5,11 +5,12 @@ import ssl
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from hps.configuration.load import ServiceConfig
 from hps.errors import ConfigError
-from hps.serve.frontend.tls import TLS, context_of, names_in
+from hps.serve.frontend.tls import TLS, context_of, expiry_of, names_in
 from tests.servers.certificates import Authority
 
 
@@ -71,3 +72,27 @@ def test_the_names_in_a_certificate_are_its_common_name_and_the_alternative_ones
     found = names_in({"subject": subject, "subjectAltName": alternative})
     assert found == ("ranker", "ranker.example", "spiffe://x/ranker")
     assert names_in(None) == names_in({}) == ()
+
+
+@pytest.mark.parametrize("days", [-1, 2, 30])
+@pytest.mark.parametrize("verifies_clients", [False, True])
+def test_the_end_of_a_certificate_is_known_also_of_one_that_has_expired(
+    tmp_path: Path, days: int, verifies_clients: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.sign("server", days=days)
+    tls = TLS(settings(pair.both, ca=authority.path if verifies_clients else ""))
+    assert tls.expires_at == x509.load_pem_x509_certificate(pair.certificate.read_bytes()).not_valid_after_utc.timestamp()
+    for _ in range(3):
+        tls.poll()
+    assert [record.levelname for record in caplog.records if "replace it" in record.getMessage()] == ["WARNING"] * (days < 3)
+    authority.sign("server", days=90)
+    for _ in range(3):
+        tls.poll()
+    assert tls.expires_at == x509.load_pem_x509_certificate(pair.certificate.read_bytes()).not_valid_after_utc.timestamp()
+
+
+def test_a_certificate_that_the_file_does_not_have_has_no_known_end(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair, other = authority.sign("server"), authority.sign("other")
+    assert expiry_of(context_of(settings(pair.both)), str(other.certificate)) is None

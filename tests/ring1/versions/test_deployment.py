@@ -219,7 +219,7 @@ def test_databases_are_loaded_unless_they_keep_their_rows(
 
 @pytest.mark.parametrize("takeovers", [0, 1, 2])
 def test_a_call_that_a_retired_version_refuses_is_made_again_as_long_as_others_take_over(takeovers: int) -> None:
-    server: Any = SimpleNamespace(live=SimpleNamespace(serving={}))
+    server: Any = SimpleNamespace(live=SimpleNamespace(serving={}), rerouted=lambda error: None)
     calls: list[int] = []
 
     def look_up(server: Any, value: int) -> int:
@@ -303,6 +303,8 @@ def test_what_a_request_can_call_is_compiled_before_a_service_is_ready(tmp_path)
     kinds = [("hash_map", {}), ("hash_map", {"overflow_margin": 1000}), ("redis_cluster", {})]
     documents = [kernels_document(tmp_path, {"type": kind, **more}, row_dtype="int8") for kind, more in kinds]
     documents.append(documents[0] | {"persistent_db": {"type": "row_files", "path": str(tmp_path / "rows")}})
+    transform = {"function": "tests.fakes.transforms:cities", "inputs": {"city": "bytes"}}
+    documents.append(kernels_document(tmp_path, {"type": "hash_map"}, transform=transform))
     cpu = implementation("cache", "cpu")
     served = {kernel for one in documents for kernel in served_kernels(load_configuration(one), cpu)}
     others = [kernel.py_func for kernel in declared_kernels() if kernel not in served]

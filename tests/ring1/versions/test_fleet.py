@@ -305,7 +305,7 @@ SPOILT = [
     (b"[" * 10_000, "it is not a serving document"),
     (b'{"format": 1, "number": "one", "by": "deploy", "since": 1, "writer": "x"}', "not a serving document (number: "),
     (b" " * ((16 << 10) + 1), "got 16385 bytes, expected at most"),
-    (b'{"format": 2, "serve": "3"}', "a newer release of hps wrote it; update this replica"),
+    (b'{"format": 3, "serve": "3"}', "a newer release of hps wrote it; update this replica"),
     (b'{"format": "2"}', "it is not a serving document"),
     (None, "it is gone; the last one said version 1"),
 ]
@@ -325,7 +325,7 @@ def test_what_cannot_be_a_document_changes_nothing_also_after_a_restart(
     one.start()
     assert one.fleet.of("m", one.place) == document("1", number=10)
     assert why in one.problem
-    if content and b'"format": 2' not in content and len(content) <= 16 << 10:
+    if content and b'"format": 3' not in content and len(content) <= 16 << 10:
         assert one.write("3", 11).version == one.read()
     else:
         one.file.write_bytes(before)
@@ -399,11 +399,11 @@ def test_a_change_between_the_look_and_the_decision_is_noticed(one: Replica, two
 
 def test_a_document_of_a_newer_release_is_not_overwritten(one: Replica) -> None:
     one.write("1", 10)
-    one.file.write_text('{"format": 2}')
+    one.file.write_text('{"format": 3}')
     for _ in range(2):
         with pytest.raises(hps.ConflictError, match="change the fleet with that release"):
             one.write("2", 11)
-    assert one.file.read_text() == '{"format": 2}'
+    assert one.file.read_text() == '{"format": 3}'
     one.file.write_text('{"format": 0}')
     assert one.write("2", 11).version == "2"
 

@@ -104,7 +104,7 @@ def document(tmp_path: Path, request: pytest.FixtureRequest, log: Log) -> Make:
                 tables = {table: (KEYS, vectors_of(KEYS, dim, 0)) for table, dim in DIMS.items()}
                 write_version(tmp_path / str(number), tables, updates=updates)
         model = model_of("ranker", [tmp_path / "1" / table for table in DIMS], DIMS, max_batch_size=3000)
-        model |= {"gpucacheper": 0.5, "cache_refresh_percentage_per_iteration": 1.0, "hit_rate_threshold": 1.1}
+        model |= {"gpucacheper": 0.5, "cache_refresh_percentage_per_iteration": 1.0, "hit_rate_threshold": 1.1, "checks": False}
         model["versions"] = [
             {"version": number, "sparse_files": [str(tmp_path / str(number) / table) for table in DIMS]}
             for number in range(2, versions + 1)

@@ -76,6 +76,20 @@ def test_of_a_version_that_is_undeployed_alone_the_kept_ones_stay_and_its_pin_en
         assert server.pin("ranker") is not None, "of version 2"
 
 
+def test_a_kept_version_that_is_undeployed_gives_its_rows_back(document: Make) -> None:
+    with hps.HPS(document(gpucache=False, keep_versions=2), deploy_models=False) as server:
+        for version in ("1", "2", "3"):
+            server.deploy("ranker", version)
+        assert held(server) == {"1", "2", "3"}
+        server.undeploy("ranker", "1")
+        assert (states(server), held(server)) == ([("3", "serving"), ("2", "kept")], {"2", "3"})
+        assert served(server) == 3
+        with pytest.raises(hps.UnknownVersionError):
+            server.undeploy("ranker", "1")
+        server.rollback("ranker")
+        assert served(server) == 2
+
+
 def test_the_version_that_serves_is_deployed_again_without_another_load_unless_forced(document: Make) -> None:
     class Counting(NoProgress):
         loads = 0

@@ -71,7 +71,7 @@ def document(tmp_path: Path) -> Make:
         model["versions"] = [
             {"version": number, "sparse_files": write_version(tmp_path, number)} for number in range(2, versions + 1)
         ]
-        model["num_of_worker_buffer_in_pool"] = 4
+        model |= {"num_of_worker_buffer_in_pool": 4, "checks": False}
         return document_of(model, persistent=tmp_path / "database" if persistent else None, kind=persistent)
 
     return make

@@ -19,7 +19,7 @@ from tests.servers.helm import rendered as render
 from tests.servers.running_service import document_of, model_of, running_service
 
 pytestmark = pytest.mark.helm
-VALUES = sorted((CHART / "ci").glob("*.yaml"))
+VALUES = [*sorted((CHART / "ci").glob("*.yaml")), CHART / "values-try.yaml"]
 ENOUGH = ("--set", "config.model_repository=s3://bucket/models")
 UID = 10001
 rendered = functools.cache(render)
@@ -44,7 +44,7 @@ def configuration_of(objects):
 def test_what_is_rendered_is_valid(values, monkeypatch):
     from tests.servers.custom_kinds import validate
 
-    assert len(VALUES) == 5
+    assert len(VALUES) == 7
     assert helm("lint", "--strict", CHART, "--values", values).returncode == 0
     objects = rendered("--values", values)
     assert len(objects) >= 6
@@ -97,6 +97,8 @@ def test_objects_agree_with_each_other(values):
     services = [object_ for object_ in objects.values() if object_["kind"] == "Service"]
     assert len(services) == 2
     assert all(selects(service["spec"]["selector"]) for service in services)
+    asking = objects["Pod/shop-hps-test"]["metadata"]["labels"]
+    assert not [service for service in services if service["spec"]["selector"].items() <= asking.items()]
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     configured = {"http": document["service"]["port"], "grpc": document["service"].get("grpc_port")}
     assert ports == {name: port for name, port in configured.items() if port}
@@ -127,6 +129,13 @@ def test_objects_agree_with_each_other(values):
                 assert "replicas" not in owner["spec"]
             case "Certificate":  # the probe and Prometheus show the server's certificate as clients
                 assert ("client auth" in object_["spec"]["usages"]) == ("tls_client_ca_path" in document["service"])
+            case "Ingress":
+                [rule] = object_["spec"]["rules"]
+                [path] = rule["http"]["paths"]
+                target = path["backend"]["service"]
+                [service] = [one for one in services if one["metadata"]["name"] == target["name"]]
+                assert target["port"]["name"] in {port["name"] for port in service["spec"]["ports"]}
+                assert [one["hosts"] for one in object_["spec"]["tls"]] == [[rule["host"]]]
             case "ServiceMonitor":
                 selector = object_["spec"]["selector"]
                 chosen = [each for each in services if selector["matchLabels"].items() <= each["metadata"]["labels"].items()]
@@ -162,17 +171,68 @@ def by_name(document):
 def test_rules_are_those_of_the_repository_and_a_release_counts_its_own_replicas():
     _, rules = rules_of()
     expected = by_name(yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()))
-    changed = [name for name, one in expected.items() if rules[name] != one]
+    changed = [name for name, one in expected.items() if rules[name]["expr"] != one["expr"]]
     assert changed == ["HPSNoReplicaReady", "HPSReplicaLost"]
     assert rules.keys() == expected.keys()
     assert expected.keys() - rules_of("--set", "autoscaling.kind=hpa")[1].keys() == {"HPSReplicaLost"}
     for name in changed:
         assert rules[name]["labels"] == expected[name]["labels"] | {"namespace": "shop", "service": "shop-hps"}
-    for base in ("https://docs.example.com/hps", "https://docs.example.com/hps/"):
-        _, rules = rules_of("--set", f"monitoring.runbookBase={base}")
-        urls = {name: one["annotations"]["runbook_url"] for name, one in rules.items() if "alert" in one}
-        assert len(urls) > 20
-        assert urls == {name: f"https://docs.example.com/hps/operations.html#{name.lower()}" for name in urls}
+    same = {"annotations": None, "expr": None, "labels": None}
+    assert {name: one | same for name, one in rules.items()} == {name: one | same for name, one in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "page"),
+    [
+        ("replicas=2", "http://shop-hps-pods.shop.svc:8000/runbooks"),
+        ("tls.existingSecret=t", "https://shop-hps-pods.shop.svc:8000/runbooks"),
+        ("ingress.enabled=true,ingress.host=hps.example.com", "http://hps.example.com/runbooks"),
+        ("ingress.enabled=true,ingress.host=hps.example.com,ingress.tlsSecret=t", "https://hps.example.com/runbooks"),
+        ("monitoring.runbookBase=https://docs.example.com/hps/", "https://docs.example.com/hps/operations.html"),
+        ("monitoring.runbookBase=https://docs.example.com", "https://docs.example.com/operations.html"),
+    ],
+)
+def test_alerts_link_to_the_page_of_the_release_unless_another_is_named(settings, page):
+    _, rules = rules_of("--set", settings)
+    urls = {name: one["annotations"]["runbook_url"] for name, one in rules.items() if "alert" in one}
+    assert len(urls) > 20
+    assert urls == {name: f"{page}#{name.lower()}" for name in urls}
+
+
+def test_an_ingress_leads_http_and_grpc_to_ports_that_speak_them():
+    def ingresses(*settings):
+        objects = rendered("--values", CHART / "ci" / "ingress-values.yaml", *settings)
+        found = [one for one in objects.values() if one["kind"] == "Ingress"]
+        protocol = "nginx.ingress.kubernetes.io/backend-protocol"
+        return {one["spec"]["rules"][0]["host"]: one["metadata"]["annotations"][protocol] for one in found}
+
+    assert ingresses() == {"hps.example.com": "HTTP", "hps-grpc.example.com": "GRPC"}
+    secured = ("--set", "tls.existingSecret=t")
+    assert ingresses(*secured) == {"hps.example.com": "HTTPS", "hps-grpc.example.com": "GRPCS"}
+    assert ingresses("--set", "ingress.grpc.host=") == {"hps.example.com": "HTTP"}
+    assert "Ingress" not in {one["kind"] for one in rendered(*ENOUGH).values()}
+
+
+def test_the_steps_that_grow_a_volume_change_what_they_must_and_restart_no_pod():
+    from tests.servers.custom_kinds import validate
+
+    steps = (ROOT / "docs" / "kubernetes.md").read_text().partition("## Grow a volume\n")[2].partition("\n## ")[0]
+    patches = re.findall(r"patch pvc (\S+) --patch '(.*)'", steps)
+    (size,) = re.findall(r"persistence\.size=(\w+)", steps)
+    before, after = (render(*ENOUGH, *more, release="ranking") for more in ((), ("--set", f"persistence.size={size}")))
+    changed = [name for name in before if before[name] != after[name]]
+    assert changed == ["StatefulSet/ranking-hps"]
+    (old,), (new,) = (objects[changed[0]]["spec"].pop("volumeClaimTemplates") for objects in (before, after))
+    assert before[changed[0]] == after[changed[0]], "its pods are adopted as they are"
+    assert "statefulset ranking-hps --cascade=orphan" in steps
+    replicas = range(before[changed[0]]["spec"]["replicas"])
+    assert [claim for claim, _ in patches] == [f"{old['metadata']['name']}-ranking-hps-{ordinal}" for ordinal in replicas]
+    for claim, patch in patches:
+        wanted = json.loads(patch)["spec"]["resources"]
+        assert wanted == new["spec"]["resources"]
+        validate({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": claim}, "spec": new["spec"]})
+    assert old["spec"]["resources"] != new["spec"]["resources"]
+    assert old["spec"] | {"resources": {}} == new["spec"] | {"resources": {}}
 
 
 def test_the_image_is_the_one_for_the_driver():
@@ -270,6 +330,16 @@ WRONG = [
     ("config.update_source.config=null", "/config/update_source/config': got null, want object"),
     ("tls.existingSecret=one,tls.certManager.enabled=true", "are both set, expected one"),
     ("monitoring.runbookBase=docs", "runbookBase"),
+    ("ingress.enabled=true", "ingress.host is empty"),
+    ("ingress.enabled=true,ingress.host=a.b,ingress.grpc.host=c.b", "grpc.enabled is not"),
+    ("ingress.enabled=true,ingress.host=a.b,ingress.grpc.host=c.b,grpc.enabled=true", "needs ingress.tlsSecret"),
+    (
+        "ingress.enabled=true,ingress.host=a.b,ingress.grpc.host=a.b,grpc.enabled=true,ingress.tlsSecret=t",
+        "expected another name",
+    ),
+    ("ingress.host=Not A Host", "host"),
+    ("models.sampleRows=5,models.existingClaim=c", "are both set"),
+    ("test.token.key=", "key"),
     ("peers.enabled=true,tls.existingSecret=t,tls.clientCA=true", "replicas have no client certificate"),
     ("config.model_source.peers.token=t", "config.model_source.peers.token is a secret"),
     ("shards=0", "shards"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ring1.deploy.test_deploy_files import DEPLOY, PROFILES, SECRETS, run
+from tests.ring1.deploy.test_deploy_files import DEPLOY, PROFILES, SECRETS, run, yaml_of
 from tests.servers.compose_file import Compose
 
 BIN = Path(sys.executable).parent  # with what comes from PyPI
@@ -39,3 +39,12 @@ def test_prometheus_takes_its_configuration_and_the_alerts_fire_when_they_should
     run("promtool", "check", "config", "--syntax-only", "prometheus.yml", cwd=DEPLOY / "prometheus")
     run("promtool", "check", "rules", "alerts.yml", cwd=DEPLOY / "prometheus")
     run("promtool", "test", "rules", "alerts_test.yml", cwd=DEPLOY / "prometheus")
+
+
+def test_every_alert_is_seen_firing_and_silent():
+    alerts = {
+        one["alert"] for group in yaml_of("prometheus", "alerts.yml")["groups"] for one in group["rules"] if "alert" in one
+    }
+    tests = [one for test in yaml_of("prometheus", "alerts_test.yml")["tests"] for one in test["alert_rule_test"]]
+    assert alerts == {one["alertname"] for one in tests if one["exp_alerts"]}
+    assert alerts == {one["alertname"] for one in tests if not one["exp_alerts"]}

@@ -31,7 +31,7 @@ def test_a_delta_is_deployed_and_little_else_is_read(tmp_path: Path, monkeypatch
     expected = {table: sample_vectors(KEYS, dim, 1) for table, dim in DIMS.items()}
     hps.write_version(f"{root}/1", {table: (KEYS, vectors) for table, vectors in expected.items()})
     limits = {"maxnum_catfeature_query_per_table_per_sample": [ROWS, ROWS], "gpucacheper": 0.3, "hit_rate_threshold": 1.1}
-    model = model_of("shop", list(DIMS), DIMS, **limits, version_path=root)
+    model = model_of("shop", list(DIMS), DIMS, **limits, version_path=root, checks=False)
     configuration = document_of(model, persistent=tmp_path / "rocksdb" if persistent else None)
     changed = {table: (KEYS[100:400], sample_vectors(KEYS[100:400], dim, 2)) for table, dim in DIMS.items()}
     sizes = {"key": 2 * 8 * 300, "deleted": 8 * 150}

@@ -32,3 +32,9 @@ def test_loading_kernels_imports_none_of_what_compiling_needs() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == "[]\n"
+
+
+def test_layers_without_torch_say_how_to_install_it() -> None:
+    code = "import sys; sys.modules['torch'] = None; import hps.torch"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert "hps.torch needs torch: pip install '.[torch]'" in shown.stderr

@@ -21,7 +21,8 @@ LINKS_ONLY = {"canonical", "author", "next", "prev"}
 
 def build(directory: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory), *options]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    # As with `make site`, Python leaves bytecode of what it imports beside it.
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": ""}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -64,6 +65,11 @@ def test_every_page_is_built_and_found(site: Path) -> None:
     assert pages <= {path.stem for path in site.glob("*.html")}
     index = (site / "search" / "search_index.json").read_text()
     assert [page for page in pages if f'"{page}.html' not in index and page != "index"] == []
+
+
+def test_the_site_has_no_code_of_its_builder(site: Path) -> None:
+    assert (ROOT / "docs" / "__pycache__").is_dir()
+    assert [path.name for path in site.rglob("*") if path.name == "__pycache__" or path.suffix in (".py", ".pyc")] == []
 
 
 @pytest.mark.browser

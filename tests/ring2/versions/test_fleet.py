@@ -75,7 +75,7 @@ def _of_the_host(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("exists", "status", "read_into", "directories", "list", "replace"):
+for _name in ("exists", "status", "read_into", "directories", "list", "create", "replace", "delete"):
     setattr(RemoteFileSystem, _name, _of_the_host(_name))
 
 
@@ -84,6 +84,7 @@ def test_a_start_waits_for_the_host_of_the_repository(replica: Make, repository:
     monkeypatch.setattr("hps.serve.engine.lifecycle.FIRST_RETRY_S", 0.05)
     document = replica() | {"model_repository": f"remote://{repository}"}
     with running_service(document) as service:
+        assert (repository / "ranker" / "checks-3.json").exists(), "also the reports of checks are the host's"
         run("rollback", "ranker", "--fleet", "--url", service.url)
         monkeypatch.setattr(RemoteFileSystem, "away", True)
         lifecycle = service.app.lifecycle

@@ -50,7 +50,10 @@ def test_a_service_starts_with_the_pinned_version_and_shows_it(document: Make, h
         assert model["pinned"]["text"].startswith("pinned by rollback, 20")
         assert "serving, pinned by rollback, 20" in run("models", service.url).output
         assert service.client.get("/v1/stats").json()["server"]["models"][0]["pinned"] == model["pinned"]["text"]
-        assert run("unpin", "ranker", "--url", service.url).output.startswith("ranker: version 4 serves (unpin")
+        output = run("deploy", "ranker", "--url", service.url).output
+        assert output.startswith("ranker: version 4 serves (deploy")
+        assert "no longer pinned to version 2 (pinned by rollback, 20" in output
+        assert "pinned" not in run("deploy", "ranker", "--url", service.url).output, "nothing was pinned any more"
         assert "pinned" not in service.client.get("/v1/models").json()["models"][0]
         answer = service.client.post("/v1/models/ranker/deploy", json={"version": "2"}).json()
         assert answer["pinned"]["text"].startswith("pinned by deploy, 20")

@@ -22,6 +22,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.tls.existingSecret }}{{ .Values.tls.existingSecret }}{{ else if .Values.tls.certManager.enabled }}{{ include "hps.name" . }}-tls{{ end }}
 {{- end }}
 
+{{- define "hps.image" -}}
+{{ printf "%s:%s" .Values.image.repository (default (printf "%s-%s" .Chart.AppVersion (ternary (printf "cuda%d" (int .Values.gpu.cuda)) "cpu" (gt (int .Values.gpu.count) 0))) .Values.image.tag) }}
+{{- end }}
+
 {{- define "hps.kind" -}}
 {{- if .Values.persistence.enabled }}StatefulSet{{ else }}Deployment{{ end }}
 {{- end }}
@@ -73,15 +77,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- /* The rules of deploy/prometheus; those that add up replicas count this release's. Autoscalers remove replicas on purpose.
-       Runbooks are where the value says. */ -}}
+       Runbooks are where the value says, else on the page that the release serves itself: through the ingress, or to whom can
+       reach the cluster's Services at all pods, ready or not. */ -}}
 {{- define "hps.rules" -}}
 {{- $spec := .Files.Get "files/alerts.yml" | fromYaml }}
+{{- $scheme := ternary "http" "https" (eq (include "hps.tlsSecret" .) "") }}
+{{- $runbooks := printf "%s://%s-pods.%s.svc:8000/runbooks" $scheme (include "hps.name" .) .Release.Namespace }}
+{{- with .Values.ingress }}{{ if .enabled }}{{ $runbooks = printf "%s://%s/runbooks" (ternary "https" "http" (ne .tlsSecret "")) .host }}{{ end }}{{ end }}
+{{- with .Values.monitoring.runbookBase }}{{ $runbooks = printf "%s/operations.html" (trimSuffix "/" .) }}{{ end }}
 {{- $own := printf "hps_ready{namespace=%q,service=%q}" .Release.Namespace (include "hps.name" .) }}
 {{- range $group := $spec.groups }}
 {{- $rules := list }}
 {{- range $rule := $group.rules }}
-{{- if and $.Values.monitoring.runbookBase $rule.annotations }}
-{{- $_ := set $rule.annotations "runbook_url" (replace "site/" (printf "%s/" (trimSuffix "/" $.Values.monitoring.runbookBase)) $rule.annotations.runbook_url) }}
+{{- with $rule.annotations }}
+{{- $_ := set . "runbook_url" (printf "%s#%s" $runbooks (splitList "#" .runbook_url | last)) }}
 {{- end }}
 {{- if contains "sum(hps_ready)" $rule.expr }}
 {{- $_ := set $rule "expr" (replace "hps_ready" $own $rule.expr) }}

@@ -26,6 +26,7 @@ from hps.serve.http.http_answer import HTTPAnswer, RequestError
 from hps.serve.http.http_metrics import HTTPMetrics, InferenceStatistics
 from hps.serve.protocol import schemas
 from hps.serve.protocol.score_requests import described
+from hps.serve.protocol.transformed import described_with
 from hps.statistics.prometheus import Family, expose
 
 _Responses = dict[int | str, dict[str, Any]]
@@ -341,15 +342,21 @@ def _metadata(server: HPS, name: str, version: str | None) -> schemas.ModelMetad
     ]
     outputs = [schemas.TensorMetadata(name="OUTPUT0", datatype="FP32", shape=[-1])]
     if (scores := deployment.scores) is not None:
+        given, made = described(scores.opened.features, scores.opened.outputs)
         inputs, outputs = (
             [schemas.TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=tensor.full_shape) for tensor in tensors]
-            for tensors in described(scores.opened.features, scores.opened.outputs)
+            for tensors in (described_with(deployment.transform, given), made)
         )
+    elif deployment.transform is not None:
+        inputs = [
+            schemas.TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=tensor.full_shape)
+            for tensor in described_with(deployment.transform, [])
+        ] + inputs
     share = deployment.config.share
     return schemas.ModelMetadata(
         **({} if share is None else {"shard": schemas.ShardMetadata(index=share.index, of=share.of)}),
         name=name,
-        versions=[version.version for version in server.versions(name) if version.state in ("serving", "available")],
+        versions=[version.version for version in server.versions(name) if version.state in ("serving", "available", "held")],
         platform="hps",
         inputs=inputs,
         outputs=outputs,

@@ -17,8 +17,16 @@ from hps.serve.http.http_answer import RequestError, status_of
 from hps.serve.http.request_body import described_object, read_object
 from hps.serve.protocol.request_checks import parse_object
 from hps.serve.protocol.score_requests import described
+from hps.serve.protocol.transformed import described_with
 from hps.serve.protocol.triton_config import entry_changes, triton_config
-from hps.serve.protocol.triton_schemas import IndexedVersion, IndexRequest, IndexState, LoadRequest, UnloadRequest
+from hps.serve.protocol.triton_schemas import (
+    IndexedVersion,
+    IndexRequest,
+    IndexState,
+    LoadParameters,
+    LoadRequest,
+    UnloadRequest,
+)
 
 _log = logging.getLogger(__name__)
 _Name = Annotated[str, Path(description="Name of the model.")]
@@ -43,8 +51,9 @@ def repository_routes(lifecycle: Lifecycle, responses: dict[int | str, dict[str,
         _refuse_unless_explicit(lifecycle)
         try:
             wanted = await read_object(request, LoadRequest)
-            load = partial(_load, lifecycle, model, wanted.parameters.config)
-            await change_model(lifecycle.server.live, model, "deploying", request.scope, load)
+            load = partial(_load, lifecycle, model, wanted.parameters)
+            doing = "rolling back" if wanted.parameters.rollback else "deploying"
+            await change_model(lifecycle.server.live, model, doing, request.scope, load)
         except HPSError as error:
             refused = isinstance(error, InvalidInputError | ConfigError | UnknownModelError)
             phrase = "failed to poll from model repository: " if refused else ""  # Triton's clients expect this phrase
@@ -96,16 +105,32 @@ def _index(server: HPS, ready: bool) -> list[IndexedVersion]:
     ]
 
 
-def _load(lifecycle: Lifecycle, name: str, config: str | None) -> str:
-    """Deploy a model as configured, or with changes for this time only."""
-    server = lifecycle.server
+def _load(lifecycle: Lifecycle, name: str, parameters: LoadParameters) -> str:
+    """Deploy a model as configured, or with changes for this time only; or begin or end a canary or shadow."""
+    server, config = lifecycle.server, parameters.config
     server.catalog.scan()
+    if parameters.promote:
+        return server.promote(name, accept=parameters.accept).version
+    if parameters.rollback:
+        return server.rollback(name).version
+    if parameters.canary is not None or parameters.shadow is not None:
+        canary, shadow = (None if text is None else _share(text) for text in (parameters.canary, parameters.shadow))
+        return server.deploy(
+            name, parameters.version, progress=lifecycle.progress(), accept=parameters.accept, canary=canary, shadow=shadow
+        ).version
     if config is None:
         return server.deploy(name, progress=lifecycle.progress(), pin=False).version
     changes = entry_changes(name, parse_object(config.encode()))
     known = server.catalog.model(name) if name in server.catalog.names else None
     entry = override_model(name, known, changes)
     return server.deploy(entry, progress=lifecycle.progress(), remember=False, pin=False).version
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidInputError(f"reading a share: got {text[:40]!r}, expected a number such as 0.05") from None
 
 
 def _unload(lifecycle: Lifecycle, name: str) -> str:
@@ -120,4 +145,6 @@ def _config(server: HPS, name: str, version: str | None) -> dict[str, Any]:
     deployment = server.model(name, version)
     scores = deployment.scores
     network = None if scores is None else described(scores.opened.features, scores.opened.outputs)
+    if network is not None:
+        network = described_with(deployment.transform, network[0]), network[1]
     return triton_config(deployment.config, network, on_cuda=deployment.session(None).on_cuda)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from importlib import resources
 from typing import Any, Final
 
@@ -10,13 +9,17 @@ import orjson
 from fastapi import APIRouter, Response
 
 from hps.serve.engine.call_threads import CallThreads
+from hps.serve.engine.conditions import ConditionWatch
 from hps.serve.engine.history import History
 from hps.serve.engine.lifecycle import Lifecycle
+from hps.serve.engine.routes.administration import change_status
 from hps.serve.engine.routes.pages import PAGES, PARTS
 from hps.serve.engine.shared_text import SharedText
+from hps.serve.http.authorization import Authorization
 from hps.serve.http.http_metrics import HTTPMetrics
-from hps.serve.logs.lines import RecentProblems
+from hps.serve.logs.problems import RecentProblems
 
+_MOST_CHANGES: Final = 20
 _KEPT_S: Final = 0.25  # an answer takes about 1 ms for 26 tables
 _TYPES: Final = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
 _HEADERS: Final = {
@@ -32,7 +35,9 @@ def status_routes(
     lifecycle: Lifecycle,
     metrics: HTTPMetrics,
     problems: RecentProblems,
+    watch: ConditionWatch,
     history: History,
+    authorization: Authorization,
     threads: CallThreads,
     responses: dict[int | str, dict[str, Any]],
 ) -> APIRouter:
@@ -42,9 +47,11 @@ def status_routes(
     async def stats() -> Response:
         """Return the data of the page at `/`: counts since the start, sizes, times, loading, and recent warnings and errors.
 
-        `server` is `HPS.stats()`, null while the databases are being opened; `service`, `models` and `problems` are of this
-        process. All counts are since the start: for rates, divide the difference of two answers by that of their `at_s`, the
-        server's clock in seconds. An answer is shared by all requests within a quarter of a second.
+        `server` is `HPS.stats()`, null while the databases are being opened; all others are of this process. `conditions` are
+        what needs a person, worst first; `problems` are warnings and errors folded by kind, latest first; `changes` is the last
+        requested change of each model, latest first. All counts are since the start: for rates, divide the difference of two
+        answers by that of their `at_s`, the server's clock in seconds. An answer is shared by all requests within a quarter of
+        a second.
         """
         return Response(await shared.get(), headers={"content-type": "application/json", "cache-control": "no-store"})
 
@@ -64,19 +71,26 @@ def status_routes(
     past = SharedText(past_text, threads, _KEPT_S)
 
     def text() -> bytes:
-        opened = lifecycle.opened
+        opened, now_s = lifecycle.opened, time.time()
+        server = opened.stats() if opened is not None else None
+        reason, degraded = lifecycle.not_ready_reason, lifecycle.degraded
+        changes = sorted(lifecycle.live.requested.values(), key=lambda change: -change.number)[:_MOST_CHANGES]
         state = {
             "at_s": time.monotonic(),
-            "server": opened.stats() if opened is not None else None,
+            "time_s": now_s,
+            "server": server,
             "service": {
-                "ready": not lifecycle.not_ready_reason,
-                "reason": lifecycle.not_ready_reason,
-                "degraded": lifecycle.degraded,
+                "ready": not reason,
+                "reason": reason,
+                "degraded": degraded,
+                "administration": authorization.administration,
                 "requests": metrics.requests(),
                 **metrics.gauges(),
             },
+            "conditions": watch.find(server),
             "models": [model.model_dump(exclude_none=True) for model in lifecycle.states.models()],
-            "problems": [asdict(entry) for entry in problems.entries()],
+            "changes": [change_status(change, degraded).model_dump(exclude_none=True) for change in changes],
+            "problems": problems.entries(),
         }
         return orjson.dumps(state)
 

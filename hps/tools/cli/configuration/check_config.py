@@ -169,6 +169,7 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
 
     from hps.types import CheckResult
     from hps.versions.catalog import ModelCatalog, absent_models
+    from hps.versions.deployment import check_written_at
 
     configuration, places = part.configuration, part.places
     catalog, unlisted = ModelCatalog(configuration, sources), False
@@ -184,6 +185,8 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
         for name in catalog.names:
             try:
                 versions = [catalog.version(name, version) for version in catalog.to_serve(name)]
+                for version in versions:
+                    check_written_at(version.config, version.written_at_us)
             except file_errors as error:
                 report.findings.append(_file_problem(places.get(name, name), error))
                 continue

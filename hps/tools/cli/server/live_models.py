@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from urllib.parse import quote
 
 import typer
 
@@ -18,6 +19,7 @@ from hps.tools.cli.running_server import (
     ServerUrl,
     Token,
     TokenFile,
+    UrlToo,
     change_fleet,
     change_model,
     running_server,
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = {
     "models": "Example: `hps models http://127.0.0.1:8000`",
-    "deploy": "Example: `hps deploy ranker --version 2`",
+    "deploy": "Example: `hps deploy ranker --version 2`, or `hps deploy ranker --canary 5%`",
+    "promote": "Example: `hps promote ranker`",
+    "record": "Example: `hps record ranker --output models/ranker/requests.jsonl`",
     "undeploy": "Example: `hps undeploy ranker`",
     "rollback": "Example: `hps rollback ranker`",
     "unpin": "Example: `hps unpin ranker`",
@@ -38,6 +42,7 @@ EXAMPLES = {
 }
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the server's answer unchanged.")]
 _TIERS = ("embedding_cache", "volatile_db", "persistent_db")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def models_command(
@@ -52,6 +57,7 @@ def models_command(
     token: Token = "",
     token_file: TokenFile = None,
     cert: Certificate = None,
+    url_too: UrlToo = "",
 ) -> None:
     """Print the models of a running server: their versions, states, rows, memory and hit rates.
 
@@ -60,7 +66,7 @@ def models_command(
     With --fleet: what each replica serves and should serve, and whether it follows the models' serving.json.
     """
     with console.reported():
-        servers = {url: running_server(url, token, token_file, cert) for url in urls or [LOCAL]}
+        servers = {url: running_server(url, token, token_file, cert) for url in ([url_too] if url_too else urls or [LOCAL])}
         if fleet:
             if not _compare(servers, as_json=as_json):
                 raise typer.Exit(1)
@@ -81,6 +87,11 @@ def models_command(
             typer.echo(f"{model['name']}: the fleet serves version {status['wanted'] or 'by policy'}{follows}")
         if "problem" in pin:
             typer.echo(f"{model['name']}: {pin['text']}; {pin['problem']}")
+        if rollout := model.get("rollout"):
+            typer.echo(_rollout_text(model["name"], rollout))
+        for version in model["versions"]:
+            if version["state"] == "held":
+                typer.echo(f"{model['name']}: version {version['version']} is held: {version['checks']['reason']}")
     for change in answer["changes"]:
         if "status" not in change:
             typer.echo(f"under way for {change['seconds']:.0f} s: {change['what']}, by {change['by']}")
@@ -98,6 +109,29 @@ def deploy_command(
         typer.Option("--config", show_default=False, help="A file with an entry of `models`, or a ps.json with MODEL."),
     ] = None,
     force: console.Force = False,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Let the version serve whatever its checks find, also if they hold it.")
+    ] = False,
+    canary: Annotated[
+        str, typer.Option("--canary", metavar="SHARE", help="Let the version answer this share of the requests, such as 5%.")
+    ] = "",
+    shadow: Annotated[
+        str, typer.Option("--shadow", metavar="SHARE", help="Let both versions answer this share, and compare the answers.")
+    ] = "",
+    steps: Annotated[
+        str,
+        typer.Option("--steps", help="Of a canary: SHARE[:TIME][:REQUESTS] each, such as 5%:10m,25%:10m:1000,100%."),
+    ] = "",
+    header: Annotated[str, typer.Option("--header", help="Header whose value selects the clients of a canary.")] = "",
+    max_error_rate: Annotated[
+        str, typer.Option("--max-error-rate", metavar="SHARE", help="Roll back if its errors are more by this share.")
+    ] = "",
+    max_p99_factor: Annotated[
+        float | None, typer.Option("--max-p99-factor", help="Roll back if its p99 is more than this many times as long.")
+    ] = None,
+    max_difference: Annotated[
+        float | None, typer.Option("--max-difference", help="Roll back if its answers differ by more, as a share of the mean.")
+    ] = None,
     fleet: Fleet = False,
     no_wait: NoWait = False,
 ) -> None:
@@ -105,18 +139,48 @@ def deploy_command(
 
     Lookups go on meanwhile. If loading fails, the previous version continues to serve. Interrupting this command does not stop
     the server. A version given by --version is pinned: neither polling nor a restart deploys a newer one. Without --version,
-    the pin ends.
+    a pin ends, and the version_policy chooses, mostly the newest version; the output says so.
+
+    A version that fails its checks is held: the previous one serves on, and --accept lets it take over.
+
+    With --canary or --shadow, the serving version serves on, and `hps promote` or `hps rollback` ends it. A version that fails
+    or slows is rolled back by the server. Again with another share: changes the canary under way.
 
     With --fleet, every replica follows within its repository_poll_s, and so does one that is started later.
     """
-    if fleet and (force or config is not None):
-        raise errors.InvalidInputError("deploying on the fleet: got --force or --config, expected neither with --fleet")
+    rollout = _rollout_options(canary, shadow, steps, header, max_error_rate, max_p99_factor, max_difference)
+    if fleet and (force or accept or config is not None):
+        raise errors.InvalidInputError(
+            "deploying on the fleet: got --force, --accept or --config, expected none of them with --fleet"
+        )
     body: dict[str, Any] = {} if fleet else {"force": force}
+    if accept:
+        body["accept"] = True
     if version:
         body["version"] = version
     if config is not None:
         body["config"] = _entry(config, model)
-    (_change_fleet if fleet else _change)(server, model, "deploy", body, wait=not no_wait)
+    if fleet:
+        _change_fleet(server, model, "canary" if rollout else "deploy", body | rollout, wait=not no_wait)
+        return
+    _change(server, model, "deploy", body | rollout, wait=not no_wait)
+    if rollout and not no_wait:
+        [found] = [entry for entry in server.ask("/v1/models")["models"] if entry["name"] == model]
+        typer.echo(_rollout_text(model, found["rollout"]))
+
+
+@server_command()
+def promote_command(
+    server: "Client",
+    model: Model,
+    accept: Annotated[bool, typer.Option("--accept", help="Also a version that its checks hold.")] = False,
+    fleet: Fleet = False,
+    no_wait: NoWait = False,
+) -> None:
+    """Let the version of MODEL's canary or shadow serve all requests."""
+    if fleet and accept:
+        raise errors.InvalidInputError("promoting on the fleet: got --accept, expected it without --fleet")
+    (_change_fleet if fleet else _change)(server, model, "promote", {"accept": True} if accept else {}, wait=not no_wait)
 
 
 @server_command()
@@ -126,7 +190,10 @@ def undeploy_command(
     version: Annotated[str, typer.Option("--version", help="Undeploy only this version. Default: the whole model.")] = "",
     no_wait: NoWait = False,
 ) -> None:
-    """Take MODEL, or one of its versions, out of service in a running server. Its rows stay in Redis and RocksDB."""
+    """Take MODEL, or one of its versions, out of service in a running server. Its rows stay in Redis and RocksDB.
+
+    A version that is kept for a roll-back is dropped with its rows, which makes room.
+    """
     _change(server, model, "undeploy", {"version": version} if version else {}, wait=not no_wait)
 
 
@@ -138,6 +205,8 @@ def rollback_command(
     no_wait: NoWait = False,
 ) -> None:
     """Roll MODEL back to its previous version, and pin it to that: neither polling nor a restart deploys a newer one.
+
+    While a canary or shadow is under way, end it: the serving version serves on.
 
     With --fleet, every replica rolls back, and none deploys the withdrawn version until it is deployed by its number.
     """
@@ -169,6 +238,21 @@ def refresh_command(
     First refills its tables in the volatile database, at full speed, if rows were lost there.
     """
     _change(server, model, "refresh", {}, wait=not no_wait)
+
+
+@server_command()
+def record_command(
+    server: "Client",
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", help="The file to write.")] = Path("requests.jsonl"),
+) -> None:
+    """Write a sample of the requests for scores that MODEL answered to a file, for the checks of its versions.
+
+    The server keeps them only if models[].checks.record is `keys` or `features`.
+    """
+    requests = server.ask(f"/v1/debug/requests/{quote(model, safe='')}")["requests"]
+    output.write_text("".join(f"{line}\n" for line in requests))
+    typer.echo(f"{output}: {len(requests)} requests of {model}")
 
 
 @server_command(ServerUrl)
@@ -211,6 +295,8 @@ def _change(server: "Client", model: str, verb: str, body: dict[str, Any], *, wa
     state = f"version {change['version']} serves" if "version" in change else "out of service"
     pin = change.get("pinned")
     pinned = f"; {pin['text']}, until `hps unpin {model}`" if pin else ""
+    if ended := change.get("unpinned"):
+        pinned += f"; no longer pinned to version {ended['version']} ({ended['text']}): newer versions are taken again"
     loaded = f"{console.rows_text(change['rows'])} loaded, " if verb in ("deploy", "unpin") else ""
     typer.echo(f"{model}: {state} ({verb}, {loaded}{change['seconds']:.1f} s){pinned}")
     if pin and "problem" in pin:
@@ -218,6 +304,73 @@ def _change(server: "Client", model: str, verb: str, body: dict[str, Any], *, wa
     if "degraded" in change:
         hint = "" if verb == "refresh" else f"; `hps refresh {model}` refills lost rows immediately"
         typer.echo(f"{model}: degraded: {change['degraded']}{hint}")
+
+
+def _rollout_options(
+    canary: str,
+    shadow: str,
+    steps: str,
+    header: str,
+    max_error_rate: str,
+    max_p99_factor: float | None,
+    max_difference: float | None,
+) -> dict[str, Any]:
+    """Return the members of a request for a canary or shadow; none if it is not one."""
+    given: dict[str, Any] = {"max_p99_factor": max_p99_factor, "max_difference": max_difference, "header": header or None}
+    for key, text in (("canary", canary), ("shadow", shadow), ("max_error_rate", max_error_rate)):
+        given[key] = _share(text, f"--{key.replace('_', '-')}") if text else None
+    given["steps"] = [_step(part) for part in steps.split(",")] if steps else None
+    if given["steps"] and not (canary or shadow):
+        given["canary"] = given["steps"][0]["share"]
+    found = {key: value for key, value in given.items() if value is not None}
+    if found and not found.keys() & {"canary", "shadow"}:
+        raise errors.InvalidInputError(f"deploying: got {', '.join(found)}, expected it with --canary or --shadow")
+    return found
+
+
+def _share(text: str, option: str) -> float:
+    number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
+    try:
+        return float(number) / percent
+    except ValueError:
+        raise errors.InvalidInputError(f"reading {option}: got {text!r}, expected a share such as 5% or 0.05") from None
+
+
+def _step(text: str) -> dict[str, float]:
+    share, *limits = text.split(":")
+    step = {"share": _share(share.strip(), "--steps")}
+    for limit in limits:
+        unit = _UNITS_S.get(limit[-1:])
+        try:
+            if unit is None:
+                step["requests"] = int(limit)
+            else:
+                step["seconds"] = float(limit[:-1]) * unit
+        except ValueError:
+            raise errors.InvalidInputError(
+                f"reading --steps: got {limit!r}, expected a time such as 10m, or a number of requests"
+            ) from None
+    return step
+
+
+def _rollout_text(model: str, rollout: dict[str, Any]) -> str:
+    old, new = rollout["versions"]
+    if rollout["state"] in ("running", "loading"):
+        step = f", step {rollout['step']} of {len(rollout['steps'])}" if len(rollout["steps"]) > 1 else ""
+        state = f"gets {100 * rollout['share']:.3g} % of the requests{step}"
+    else:
+        by = f" by {rollout['by']}" if rollout["by"] else ""
+        reason = f": {rollout['reason']}" if rollout["reason"] else ""
+        state = f"is {rollout['state']}{by}{reason}"
+    figures = [
+        f"version {entry['version']} {count_text(entry['requests'])} requests, {entry['error_rate']:.2%} errors"
+        + (f", p99 {entry['p99_ms']:.2f} ms" if "p99_ms" in entry else "")
+        for entry in (old, new)
+    ]
+    compared = rollout["compared"]
+    if "difference" in compared:
+        figures.append(f"{count_text(compared['requests'])} compared, difference {compared['difference']:.3g}")
+    return f"{model}: {rollout['mode']} of version {rollout['version']} {state}; {'; '.join(figures)}"
 
 
 def _change_fleet(server: "Client", model: str, verb: str, body: dict[str, Any], *, wait: bool) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,11 +24,14 @@ EXAMPLE = "Example: `hps top http://127.0.0.1:8000`"
 _TIERS = {"embedding_cache": "cache", "volatile_db": "volatile", "persistent_db": "persistent"}
 _ANY_WIDTH = 10_000  # of a pipe
 _PROBLEMS = 8
+_NAMES = 10  # of models that a condition names
+_COLORS = {"warning": "yellow", "error": "red"}
 _UNREACHABLE = (
     errors.NotReadyError,
     errors.RemoteConnectionError,
     errors.RemoteTimeoutError,
 )  # it restarts, or the network is down
+_RECENT_S = 3600.0  # as on the page
 _LOST_S = 60.0  # patience with a server that does not answer
 
 _Answer = Mapping[str, Any]
@@ -78,16 +82,19 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
     from rich.text import Text
 
     server, service, seconds = now["server"], now["service"], max(now["at_s"] - before["at_s"], 1e-9)
-    ready = Text("ready", "bold green") if service["ready"] else Text(f"not ready: {service['reason']}", "bold red")
-    parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ready)]
-    if service["degraded"]:
-        parts.append(Text(f"degraded: {service['degraded']}", "bold yellow"))
+    parts: list[RenderableType] = [Text.assemble((url, "bold"), "  ", ("ready", "bold green") if service["ready"] else "")]
+    for found in now["conditions"] if "conditions" in now else _older_conditions(service):
+        unnamed = f" and {len(found['models']) - _NAMES} more" if len(found["models"]) > _NAMES else ""
+        where = f"{', '.join(found['models'][:_NAMES])}{unnamed}: " if found["models"] else ""
+        others = f" ({len(found['others'])} more)" if found["others"] else ""
+        parts.append(Text(f"{found['name']}: {where}{found['text']}{others}", f"bold {_COLORS[found['level']]}"))
     if server:
         up = time_text(time.time() - server["started"])
         parts.append(Text(f"hps {server['version']}, up {up}, resident {size_text(server['memory_bytes'])}"))
         load = f"{service['pending']} lookups under way, {size_text(service['held_bytes'])} held for clients"
         parts.append(Text(f"{service['fronts']} fronts: {service['connections']} connections, {load}"))
         parts.append(_models(now, before, seconds))
+        parts += [_rollout(model["name"], model["rollout"]) for model in server["models"] if _has_news(model, now)]
         for device in server["devices"]:
             name = "CPU" if device["device"] == "cpu" else f"GPU {device['device']}"
             free = (
@@ -107,14 +114,36 @@ def shown(url: str, now: _Answer, before: _Answer) -> "RenderableType":
         if (reason := model.get("reason"))
     ]
     for problem in now["problems"][:_PROBLEMS]:
-        times = f" ({problem['count']} times)" if problem["count"] > 1 else ""
-        when = time.strftime("%H:%M:%S", time.localtime(problem["time_s"]))
+        since = f" since {_clock(problem['first_s'])}" if "first_s" in problem else ""
+        times = f" ({problem['count']} times{since})" if problem["count"] > 1 else ""
         parts.append(
-            Text(f"{when} {problem['level']}{times}: {problem['text']}", "yellow" if problem["level"] == "warning" else "red")
+            Text(
+                f"{_clock(problem['time_s'])} {problem['level']}{times}: {problem['text']}",
+                _COLORS.get(problem["level"], "red"),
+            )
         )
+    if (more := len(now["problems"]) - _PROBLEMS) > 0:
+        parts.append(Text(f"{more} more kinds of problems"))
     if server:
         parts += [_tables(model, _model_figures(before, model["name"]), seconds) for model in server["models"]]
     return Group(*parts)
+
+
+def _older_conditions(service: _Answer) -> list[_Answer]:
+    """Return the conditions of a server that does not list them: the replica in trouble may be of an older release."""
+    texts = ("error", "not ready", service["reason"]), ("warning", "degraded", service["degraded"])
+    return [{"level": level, "name": name, "text": text, "models": (), "others": ()} for level, name, text in texts if text]
+
+
+def _has_news(model: _Answer, now: _Answer) -> bool:
+    """Return True if a model's canary or shadow is under way, ended within the hour, or rolled back to what serves."""
+    if (rollout := model.get("rollout")) is None:
+        return False
+    ended_s = datetime.fromisoformat(rollout["since"]).timestamp() + rollout["seconds"]
+    under_way = rollout["state"] in ("running", "loading")
+    return (
+        under_way or now["time_s"] - ended_s < _RECENT_S or bool(rollout["reason"] and rollout["serving"] == model["version"])
+    )
 
 
 def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
@@ -138,6 +167,22 @@ def _models(now: _Answer, before: _Answer, seconds: float) -> "Table":
             ", ".join(f"{_TIERS.get(stage, stage)} {stage_times[stage] / total_s:.0%}" for stage in slowest),
         )
     return table
+
+
+def _rollout(model: str, rollout: _Answer) -> "RenderableType":
+    """Render a canary or shadow: its state, and the figures of both versions since its start."""
+    from rich.console import Group
+    from rich.text import Text
+
+    running = rollout["state"] == "running"
+    state = f"{100 * rollout['share']:.3g} % of the requests, step {rollout['step']} of {len(rollout['steps'])}"
+    reason = f": {rollout['reason']}" if rollout["reason"] else ""
+    title = f"{model}: {rollout['mode']}, {state if running else rollout['state'] + reason}"
+    table = _table(f"  {rollout['mode']}", "requests", "errors", "p50", "p99")
+    for side in rollout["versions"]:
+        times = ("-" if (ms := side[name]) is None else _time(ms / 1e3) for name in ("p50_ms", "p99_ms"))
+        table.add_row(f"  version {side['version']}", count_text(side["requests"]), f"{side['error_rate']:.1%}", *times)
+    return Group(Text(title, "" if running or not reason else "yellow"), table)
 
 
 @dataclass(frozen=True)
@@ -218,6 +263,10 @@ def _size(table: _Answer, tier: str) -> str:
     if not entries or any(entry["vector_bytes"] is None for entry in entries):
         return "-" if entries else ""
     return size_text(sum(entry["vector_bytes"] + (entry["overhead_bytes"] or 0) for entry in entries))
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
 def _share(part: int, total: int) -> str:

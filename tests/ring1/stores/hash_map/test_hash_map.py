@@ -27,6 +27,7 @@ from hps.testing.databases import (
     AWKWARD_KEYS,
     DIM,
     TAG,
+    AgingRowsContract,
     DatabaseContract,
     OrderedWritesContract,
     applied,
@@ -39,7 +40,7 @@ from hps.testing.readers import reading
 from tests.tables.hash_map_inspection import colliding_keys, inspect, keys_with_hash, placed
 
 
-class TestHashMapDatabase(DatabaseContract, OrderedWritesContract):
+class TestHashMapDatabase(DatabaseContract, OrderedWritesContract, AgingRowsContract):
     """With as few buckets as can be, which grow until they are segments; in segments from the start, and with stamps."""
 
     @pytest.fixture(params=["one bucket", "oldest"])

@@ -6,6 +6,7 @@ from hps.errors import CapacityError
 from hps.testing.databases import (
     OTHER,
     TAG,
+    AgingRowsContract,
     DatabaseContract,
     LastingContract,
     OrderedWritesContract,
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.redis
 PARTITIONS = 4
 
 
-class TestRedisServer(DatabaseContract, LastingContract, OrderedWritesContract):
+class TestRedisServer(DatabaseContract, LastingContract, OrderedWritesContract, AgingRowsContract):
     @pytest.fixture
     def database(self, opened, client):
         self.clients = [client]

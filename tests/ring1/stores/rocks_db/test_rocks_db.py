@@ -35,6 +35,7 @@ from hps.testing.databases import (
     DIM,
     OTHER,
     TAG,
+    AgingRowsContract,
     DatabaseContract,
     LastingContract,
     OrderedWritesContract,
@@ -105,7 +106,7 @@ def table(database: RocksDatabase) -> RocksDatabase:
     return database
 
 
-class TestRocksDatabase(DatabaseContract, LastingContract, PersistentContract, OrderedWritesContract):
+class TestRocksDatabase(DatabaseContract, LastingContract, PersistentContract, OrderedWritesContract, AgingRowsContract):
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         assert isinstance(database, RocksDatabase)
         rows = raw_items(database.path, tag)

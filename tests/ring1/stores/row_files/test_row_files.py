@@ -13,6 +13,7 @@ from hps.stores.row_files.database import RowFilesDatabase
 from hps.testing.databases import (
     DIM,
     TAG,
+    AgingRowsContract,
     DatabaseContract,
     LastingContract,
     OrderedWritesContract,
@@ -51,7 +52,7 @@ def table(database: RowFilesDatabase) -> RowFilesDatabase:
     return database
 
 
-class TestRowFilesDatabase(DatabaseContract, LastingContract, PersistentContract, OrderedWritesContract):
+class TestRowFilesDatabase(DatabaseContract, LastingContract, PersistentContract, OrderedWritesContract, AgingRowsContract):
     def raw_rows(self, database: Database, tag: str) -> dict[int, bytes]:
         assert isinstance(database, RowFilesDatabase)
         database.wait_until_durable(tag)

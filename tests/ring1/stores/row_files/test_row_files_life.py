@@ -725,7 +725,7 @@ def test_a_record_that_cannot_be_read_is_dropped_by_force_alone(database: RowFil
 
 
 def test_room_is_needed_for_further_rows_and_memory_for_resident_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000, total=200_000))
     monkeypatch.setattr(database_module, "available_memory", lambda: (100_000, "in this test"))
     with closing(RowFilesDatabase(path, resident=["held$"])) as database:
         database.open_table(TAG, DIM)

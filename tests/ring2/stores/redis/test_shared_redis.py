@@ -70,7 +70,7 @@ def start(redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with ExitStack() as servers:
 
         def start_server(changes: dict[str, Any] | None = None, **more: Any) -> hps.HPS:
-            model = model_of("ranker", files, DIMS, max_batch_size=2000, **(changes or {"gpucache": False}))
+            model = model_of("ranker", files, DIMS, max_batch_size=2000, checks=False, **(changes or {"gpucache": False}))
             volatile = {"type": "redis", "address": redis.address, "num_partitions": 2}
             return servers.enter_context(hps.HPS(document_of(model, volatile_db=volatile), **more))
 

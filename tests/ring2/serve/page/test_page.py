@@ -5,19 +5,19 @@ import io
 import json
 import logging
 import re
-from contextlib import contextmanager
-from itertools import count
 
 import numpy as np
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 from rich.console import Console
 
 import hps
 from hps.serve.engine.lifecycle import Lifecycle
 from hps.testing.waiting import PATIENCE_S, wait_until
 from hps.tools.cli.server.top import shown
-from tests.browser import CHROMIUM
+from tests.browser import chromium as chromium  # fixtures
+from tests.browser import doctored, opened
+from tests.browser import tab as tab
 from tests.fakes.gated_file_system import WAIT_S, gates
 from tests.servers.running_service import RunningService, document_of, model_of, running_service
 
@@ -27,46 +27,12 @@ DIM = 62  # 256 bytes a row: a chunk of 16 MiB has 65,536 rows
 ROWS = 96_000
 CACHED = {"gpucacheper": 0.1, "hit_rate_threshold": 1.1}
 LARGE = 2**62 + 1  # no number of JavaScript's is this one
-SHOWN_MS = 15_000
-expect.set_options(timeout=SHOWN_MS)
 
 
 def write(directory, keys, dim):
     keys = np.asarray(keys, np.int64)
     hps.write_sparse_model(directory, (keys, np.repeat((keys % 1000).astype(np.float32)[:, None], dim, axis=1)))
     return str(directory)
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(**CHROMIUM)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def tab(chromium):
-    """A page that fails the test if it logs an error, or asks anybody but the server that it came from."""
-    with opened(chromium) as page:
-        yield page
-
-
-@contextmanager
-def opened(chromium, **settings):
-    context = chromium.new_context(**settings)
-    context.set_default_timeout(SHOWN_MS)
-    page = context.new_page()
-    asked, said = set(), []
-    page.on("request", lambda request: asked.add(request.url.split("/")[2] if "//" in request.url else "data"))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("console", lambda line: said.append(line.text) if line.type == "error" else None)
-    page.said = said
-    yield page
-    own = page.url.split("/")[2]
-    context.close()
-    assert asked <= {own, "data"}
-    assert not [one for one in said if "status of 401" not in one and "status of 404" not in one and "ERR_CONN" not in one]
 
 
 @pytest.fixture(scope="module")
@@ -121,26 +87,13 @@ def test_charts_show_what_was_before_the_page_was_opened(tab, service):
         expect(chart).to_have_attribute("d", re.compile(r"M.*L.*L"))
 
 
-def doctored(tab, change):
-    """Let the page see other figures than the server's: `change` is called with each answer and its number."""
-    numbers = count(1)
-
-    def answer(route):
-        response = route.fetch()
-        body = response.json()
-        change(body, next(numbers))
-        route.fulfill(response=response, json=body)
-
-    tab.route("**/v1/stats", answer)
-
-
 def test_bad_figures_come_with_advice_and_idle_routes_are_left_out(tab, service):
     bad = []
 
     def change(body, number):
         body["at_s"] = float(number)
         for route in body["service"]["requests"]:
-            route["statuses"] = {"200": number if route["route"].endswith("/lookup") else 5}
+            route["statuses"] = {"200": number, "404": number} if route["route"].endswith("/lookup") else {"200": 5}
         if bad:
             [model] = body["server"]["models"]
             waits = {**model["lookups"], "total_s": 0.28 * number, "count": number}
@@ -156,6 +109,7 @@ def test_bad_figures_come_with_advice_and_idle_routes_are_left_out(tab, service)
     tab.goto(service.url)
     expect(tab.locator("#http tbody tr")).to_have_count(1)
     expect(tab.locator("#http tbody tr")).to_contain_text("/v1/models/{model}/lookup")
+    expect(tab.locator("#http tbody tr")).to_contain_text("404: 1.0/s")
     assert tab.locator(".advice").count() == 0
     bad.append(True)
     expect(tab.locator("[data-model=ranker] .advice li")).to_have_text(
@@ -180,6 +134,11 @@ def test_a_table_stays_where_a_phone_scrolled_it(chromium, service):
         wait_for = "one => new Promise((done) => setTimeout(() => done(one.isConnected && one.scrollLeft), 300))"
         while len(answers) < before + 3:
             assert table.evaluate(wait_for) == 77
+        tab.locator("[data-model=ranker] > summary").click()  # and a card as a person left it
+        before = len(answers)
+        while len(answers) < before + 3:
+            assert table.evaluate(wait_for) is not False
+        expect(table).to_be_hidden()
 
 
 def test_a_key_is_found_by_typing_it(tab, service):
@@ -250,8 +209,65 @@ def test_texts_are_never_markup(tab, service):
     logging.getLogger("tests").error("bad <img src=x onerror=document.title='owned'> <b>bold</b>")
     tab.goto(service.url)
     expect(tab.locator("#problems")).to_contain_text("bad <img src=x onerror=document.title='owned'> <b>bold</b>")
-    assert tab.title() == "hps"
+    assert "owned" not in tab.title()
     assert tab.locator("#problems img").count() == 0
+
+
+def test_what_has_happened_to_many_models_is_one_condition(tab, service):
+    names = ["ads", "<b>feed</b>", "home"]
+    texts = [f"{name}: no <i>room</i>" for name in names]
+    about = {"level": "error", "name": "model failed", "since_s": 0.0, "runbook": "hpsmodelnotready"}
+    found = {**about, "models": names, "text": texts[0], "others": texts[1:]}
+    warning = {**about, "level": "warning", "name": "degraded", "models": [], "text": "device 0 is lost", "others": []}
+    conditions = [found, warning]
+    doctored(tab, lambda body, number: body.update(conditions=conditions))
+    tab.goto(service.url)
+    condition = tab.locator(".condition.bad")
+    expect(condition.locator("b")).to_have_text(["ads, <b>feed</b>, home: model failed"])
+    expect(condition.locator("> p").last).to_have_text(texts[0])
+    expect(condition.locator("summary")).to_have_text("2 other texts")
+    condition.locator("summary").click()
+    expect(condition.locator("details p")).to_have_text(texts[1:])
+    expect(tab.locator("#state")).to_have_text("model failed")
+    expect(tab.locator("#state")).to_have_class("badge bad")
+    expect(condition.locator("a")).to_have_attribute("href", "runbooks#hpsmodelnotready")
+    calm, warned = "lookups are answered", tab.locator(".condition.fair")
+    expect(warned).to_contain_text("device 0 is lost")
+    expect(warned).not_to_contain_text(calm)
+    warning["models"] = [f"m{number}" for number in range(12)]
+    expect(warned.locator("b")).to_have_text("m0, m1, m2, m3, m4, m5, m6, m7, m8, m9 and 2 more: degraded")
+    del conditions[0]
+    expect(warned).to_contain_text(calm)
+    expect(tab.locator("#state")).to_have_class("badge fair")
+
+
+def test_the_latest_kinds_of_problems_are_shown_and_others_on_request(tab, service):
+    about = {"level": "warning", "logger": "hps", "first_s": 1.0, "time_s": 2.0, "count": 2, "others": []}
+    kinds = [{**about, "text": f"kind {number}", "count": 1 + number} for number in range(7)]
+    doctored(tab, lambda body, number: body.update(problems=kinds))
+    tab.goto(service.url)
+    expect(tab.locator("#problems .problem:visible > p:last-child")).to_have_text([f"kind {number}" for number in range(5)])
+    expect(tab.locator("#problems .problem:visible .soft").first).to_have_text(re.compile("^once, .* ago, at "))
+    expect(tab.locator("#problems .problem:visible .soft").nth(1)).to_have_text(re.compile("^2 times, last .* ago, first at "))
+    tab.locator("#problems summary", has_text="2 more kinds").click()
+    expect(tab.locator("#problems .problem:visible")).to_have_count(7)
+
+
+def test_rates_begin_again_with_the_process_and_an_answer_that_was_shared_counts_once(tab, service):
+    """By the clock of the server: a second is between two answers, but none between the first three."""
+    service.client.post("/v1/models/ranker/lookup", json={"tables": {"item": [1]}}).raise_for_status()
+
+    def change(body, number):
+        restarted = number > 6
+        body["at_s"] = float(max(3, number))
+        body["server"]["started"] = float(restarted)
+        [table] = body["server"]["models"][0]["tables"]
+        table["keys"] = int((7 if restarted else 1000) * body["at_s"])
+
+    doctored(tab, change)
+    tab.goto(service.url)
+    expect(tab.locator("#tile-keys b")).to_have_text("1,000")
+    expect(tab.locator("#tile-keys b")).to_have_text("7")
 
 
 def test_a_server_that_is_gone_is_said_to_be(chromium, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.pages import DOCS, run_examples
+from tests.docs.examples import DOCS, run_examples
 from tests.servers.served_process import ServedProcess
 
 pytest.importorskip("torchrec")

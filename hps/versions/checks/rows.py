@@ -267,8 +267,8 @@ def _narrowed(vectors: FloatArray, pace: Pace) -> FloatArray:
 def _product_norm(left: FloatArray, right: FloatArray, pace: Pace) -> float:
     """Return the norm of left.T @ right, computed with pauses by one thread.
 
-    BLAS would take all cores for larger products, for the product of an array with itself, and for the norm of many numbers; and
-    its other threads spin until long after.
+    BLAS would take all cores for larger products, for the product of an array with itself, and for the norm of many numbers;
+    and its other threads spin until long after.
     """
     dims = left.shape[1], right.shape[1]
     step = max(1, _SMALL_PRODUCT // (dims[0] * dims[1]))

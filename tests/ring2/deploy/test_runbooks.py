@@ -21,8 +21,8 @@ from hps.testing.waiting import wait_until
 from tests.fakes.full_device import FullDevice
 from tests.ring1.engine.test_lost_device import document as document  # fixtures
 from tests.ring1.engine.test_lost_device import model as model
-from tests.ring2.versions.test_checks_in_process import FIRST, KEYS, SHUFFLED, retrained
 from tests.ring2.stores.rocks_db.test_rocks_db_faults import mounted
+from tests.ring2.versions.test_checks_in_process import FIRST, KEYS, SHUFFLED, retrained
 from tests.servers.alert_rules import Timeline, scrape
 from tests.servers.certificates import Authority
 from tests.servers.redis_server import RedisServer

@@ -13,12 +13,12 @@ import hps
 from hps.testing.waiting import wait_until
 from hps.versions.canary import rollouts
 from tests.fakes.clock import Clock
+from tests.ring2.versions.test_canary_life import UNCHECKED, answering, ended, versions
 from tests.ring2.versions.test_checks_in_process import Make, Write, retrained
 from tests.ring2.versions.test_checks_in_process import document as document  # fixtures
 from tests.ring2.versions.test_checks_in_process import engine as engine
 from tests.ring2.versions.test_checks_in_process import home as home
 from tests.ring2.versions.test_checks_in_process import write as write
-from tests.ring2.versions.test_canary_life import UNCHECKED, answering, ended, versions
 
 STEPS = [{"share": 0.25, "seconds": 60.0}, {"share": 0.5}]
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import hps
+from tests.ring2.versions.test_canary_life import UNCHECKED, answering, ended
 from tests.ring2.versions.test_checks_in_process import FIRST, KEYS, Make, Write, retrained
 from tests.ring2.versions.test_checks_in_process import document as document  # fixtures
 from tests.ring2.versions.test_checks_in_process import engine as engine
 from tests.ring2.versions.test_checks_in_process import home as home
 from tests.ring2.versions.test_checks_in_process import write as write
-from tests.ring2.versions.test_canary_life import UNCHECKED, answering, ended
 
 SAID = {"format": "arrays", "file": "dense.json", "inputs": {"item": {"table": "item"}, "age": {}}, "outputs": ["score"]}
 

@@ -268,13 +268,21 @@ class ModelCatalog:
             return None
 
     def change_fleet(
-        self, name: str, by: FleetChange, version: str | None, serving: str, rollout: RolloutPlan | None = None
+        self,
+        name: str,
+        by: FleetChange,
+        version: str | None,
+        serving: str,
+        rollout: RolloutPlan | None = None,
+        *,
+        number: int | None = None,
     ) -> ServingDocument:
         """Write what the fleet serves of a model; see `HPS.change_fleet`.
 
         Args:
             serving: the version that serves on this replica; empty if none.
             rollout: as for `next_document`.
+            number: of the document that the change is of; by default, any.
         """
         model = self.model(name)
         if not model.version_path:
@@ -285,6 +293,8 @@ class ModelCatalog:
         versions = self.versions(name)
 
         def change(known: ServingDocument | None) -> ServingDocument:
+            if number is not None and (known is None or known.number != number):
+                raise ConflictError(f"changing what the fleet serves of model {name!r}: somebody else has just changed it")
             return next_document(known, by, version, serving, versions, model.version_policy, rollout)
 
         return self.fleet.write(name, model.version_path, change)

@@ -39,7 +39,7 @@ from hps.versions.checks.rows import LEAST_ROWS
 from hps.versions.checks.run import VersionCheck
 from hps.versions.deployment import DRAIN_S, Deployment, Fate
 from hps.versions.desired import DesiredVersion
-from hps.versions.fleet import SERVING, FleetStatus, ServingDocument
+from hps.versions.fleet import SERVING, FleetChange, FleetStatus, ServingDocument
 from hps.versions.live_models import LiveModels, Wanted, is_transient
 from hps.versions.live_updates import LiveUpdates
 from hps.versions.retention import free_slot, leftovers, refuse_format_change, refuse_format_in_service, surplus
@@ -331,10 +331,21 @@ class Reconciler:
         self._catalog.read_document(name)
         document = self._catalog.document(name)
         if document is not None and document.rollout is not None and document.rollout.version == version:
-            serving = self._live.serving.get(name)
-            self._catalog.change_fleet(name, change, None, "" if serving is None else serving.version)
+            self._change_fleet(name, change, document)
         elif change == "promote" and (document is None or document.version != version):
             raise ConflictError(f"promoting model {name!r}: another replica has ended the rollout of version {version}")
+
+    def replan_fleet(self, name: str, plan: RolloutPlan, following: RolloutPlan) -> None:
+        """Replace the plan of a rollout on every replica, unless the serving document has another one by now, or none."""
+        self._catalog.read_document(name)
+        document = self._catalog.document(name)
+        if document is not None and document.rollout == plan:
+            self._change_fleet(name, "canary", document, following)
+
+    def _change_fleet(self, name: str, by: FleetChange, document: ServingDocument, rollout: RolloutPlan | None = None) -> None:
+        serving = self._live.serving.get(name)
+        number = document.number
+        self._catalog.change_fleet(name, by, None, "" if serving is None else serving.version, rollout, number=number)
 
     def wanted_rollout(self, name: str) -> tuple[int, RolloutPlan | None] | None:
         """Return the number of a model's serving document and its rollout, as last read; None if it has no document."""

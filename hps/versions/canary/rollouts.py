@@ -32,6 +32,7 @@ _TICK_S: Final = 1.0
 _MOST_CRASHES: Final = 3
 _WINDOWS_S: Final = (5.0, 60.0)  # beside the current step
 _JUST_S: Final = 60.0
+_TRIES: Final = 3
 _OUTCOMES: Final = ("promoted", "rolled_back", "stopped", "ended")
 
 Figures = Iterable[tuple[str, Sequence[float]]]
@@ -70,6 +71,9 @@ class ChangesVersions(Protocol):
 
     def change_fleet(self, name: str, change: Literal["promote", "rollback"], version: str) -> None:
         """End the rollout of a version on every replica."""
+
+    def replan_fleet(self, name: str, plan: RolloutPlan, following: RolloutPlan) -> None:
+        """Replace the plan of a rollout on every replica."""
 
     def wanted_rollout(self, name: str) -> tuple[int, RolloutPlan | None] | None:
         """Return the number of a model's serving document and its rollout; None if it has no document."""
@@ -385,39 +389,45 @@ class Rollouts:
         """Continue kept rollouts, and begin and end others as the last read serving documents say."""
         for name in list(self._live.serving):
             self.resume(name)
-            if (wanted := self._changes.wanted_rollout(name)) is None:
-                continue
-            (number, plan), last, record = wanted, self._known.get(name), self.under_way(name)
-            if record is not None and record.state == "loading":
-                continue
-            if plan is not None and last is not None and last.record.document == number and last.record.gave_up:
-                self._tell_fleet(name, plan.version)
-                continue
-            if self._followed.get(name) == number:
-                continue
-            try:
-                if record is not None and (plan is None or plan.version != record.version):
-                    self.roll_back(name, "", "the fleet")
-                if plan is not None and (record is None or plan != record.plan):
-                    self._begin(name, plan, None, number)
-                elif plan is not None and last is not None:
-                    last.record = last.record.model_copy(update={"document": number})
-                    self._records.write(last.record)
-            except (ConflictError, NotReadyError) as error:  # another change is under way
-                _log.debug("model %r: following the fleet's rollout is retried: %s", name, error)
-                continue
-            except HPSError as error:
-                _log.error("model %r: this replica does not follow the fleet's rollout: %s", name, error)
-                if is_transient(error):
-                    continue
-            self._followed[name] = number
+            if (wanted := self._changes.wanted_rollout(name)) is not None:
+                self._follow_document(name, *wanted)
+
+    def _follow_document(self, name: str, number: int, plan: RolloutPlan | None) -> None:
+        last, record = self._known.get(name), self.under_way(name)
+        if record is not None and record.state == "loading":
+            return
+        if plan is not None and last is not None and last.record.document == number and last.record.gave_up:
+            self._tell_fleet(name, plan.version)
+            return
+        if self._followed.get(name) == number:
+            return
+        try:
+            if record is not None and (plan is None or plan.version != record.version):
+                self.roll_back(name, "", "the fleet")
+            if plan is not None and (record is None or plan != record.plan):
+                self._begin(name, plan, None, number)
+            elif plan is not None and last is not None:
+                last.record = last.record.model_copy(update={"document": number})
+                self._records.write(last.record)
+        except (ConflictError, NotReadyError) as error:  # another change is under way
+            _log.debug("model %r: following the fleet's rollout is retried: %s", name, error)
+            return
+        except HPSError as error:
+            _log.error("model %r: this replica does not follow the fleet's rollout: %s", name, error)
+            if is_transient(error):
+                return
+        self._followed[name] = number
 
     def _tell_fleet(self, name: str, version: str) -> None:
         """End a rollout for all replicas; the next read of the serving document tries again if that fails."""
-        try:
-            self._changes.change_fleet(name, "rollback", version)
-        except HPSError as error:
-            _log.error("model %r: the other replicas do not know of the roll-back yet: %s", name, error)
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._changes.change_fleet(name, "rollback", version)
+            except HPSError as error:
+                if tries_left and isinstance(error, ConflictError):  # another replica has just written it: a step, say
+                    continue
+                _log.error("model %r: the other replicas do not know of the roll-back yet: %s", name, error)
+            return
 
     def follow(self) -> None:
         """Follow a change of the versions in service: end a rollout that it ended, and find a kept one after a restart."""
@@ -621,6 +631,12 @@ class Rollouts:
         following = record.plan.steps[record.step + 1]
         if following.share == 1.0 and record.plan.mode == "canary":
             self.promote(name, by=ITSELF)
+            return
+        if (wanted := self._changes.wanted_rollout(name)) is not None:
+            # The first replica whose step is done takes it for all: a client of several replicas would else change sides.
+            if wanted[1] == record.plan:
+                rest = record.plan.model_copy(update={"steps": record.plan.steps[record.step + 1 :]})
+                self._changes.replan_fleet(name, record.plan, rest)
             return
         _log.info("model %r: version %s now gets %.3g %% of the requests", name, record.version, 100 * following.share)
         self._adopt(record.model_copy(update={"step": record.step + 1, "step_since": time.time()}))

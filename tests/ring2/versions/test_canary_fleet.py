@@ -106,6 +106,99 @@ def test_a_replica_that_cannot_load_the_version_serves_on(replicas: list[hps.HPS
     assert answering(other, 20) == {"1": 20}
 
 
+STEPS = [{"share": 0.25, "requests": 1}, {"share": 0.5, "requests": 1}, {"share": 0.75}]
+
+
+def shares(*servers: hps.HPS) -> list[float]:
+    return [rollout.record.share for server in servers for rollout in server.rollouts.active.values()]
+
+
+def test_replicas_take_steps_together_when_the_first_is_done(replicas: list[hps.HPS], write: Write, home: Path) -> None:
+    one, other = replicas
+    write(2, retrained())
+    one.change_fleet("ranker", "canary", canary=0.25, options={"steps": STEPS})
+    follow(one, other)
+    for expected in (0.5, 0.75):
+        before = shares(one, other)
+        answering(other, 60)
+        one.rollouts.tick()
+        other.rollouts.tick()
+        other.rollouts.tick()  # its own step is done, and written: nothing is left to do until it follows
+        assert serving_json(home)["rollout"]["steps"][0]["share"] == expected
+        assert shares(one, other) == before
+        follow(one, other)
+        assert shares(one, other) == [expected] * 2
+    assert answering(one, 60) == answering(other, 60)
+    one.rollouts.tick()
+    assert shares(one, other) == [0.75] * 2, "the last step has no end"
+    other.change_fleet("ranker", "promote")
+    follow(one, other)
+    assert [answering(server, 20) for server in replicas] == [{"2": 20}] * 2
+
+
+def test_a_step_does_not_undo_what_somebody_has_just_changed(replicas: list[hps.HPS], write: Write, home: Path) -> None:
+    one, other = replicas
+    write(2, retrained())
+    one.change_fleet("ranker", "canary", canary=0.25, options={"steps": STEPS})
+    follow(one, other)
+    answering(one, 60)
+    other.change_fleet("ranker", "canary", canary=0.1, options={"steps": []})
+    said = serving_json(home)
+    one.rollouts.tick()  # it has not read that yet
+    assert serving_json(home) == said
+    follow(one, other)
+    assert shares(one, other) == [0.1] * 2
+
+
+@pytest.mark.parametrize("errors", [0, 100], ids=["of a step", "of a roll-back"])
+def test_a_change_of_the_document_while_a_replica_writes_it_is_kept(
+    replicas: list[hps.HPS], write: Write, home: Path, monkeypatch: pytest.MonkeyPatch, errors: int
+) -> None:
+    one, other = replicas
+    write(2, retrained())
+    write(3, retrained())
+    one.change_fleet("ranker", "canary", "2", canary=0.25, options={"steps": STEPS})
+    follow(one, other)
+    real = one.catalog.change_fleet
+
+    def late(*given: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        other.change_fleet("ranker", "rollback")
+        other.change_fleet("ranker", "canary", "3", canary=0.5)
+        return real(*given, **options)
+
+    monkeypatch.setattr(one.catalog, "change_fleet", late)
+    answering(one, 60)
+    one.rollouts.active["ranker"].counts.new.errors += errors
+    one.rollouts.tick()
+    assert serving_json(home)["rollout"]["version"] == "3"
+    follow(one, other)
+    assert [rollout.record.version for server in replicas for rollout in server.rollouts.active.values()] == ["3"] * 2
+
+
+def test_a_roll_back_is_told_although_another_replica_takes_a_step(
+    replicas: list[hps.HPS], write: Write, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = replicas
+    write(2, retrained())
+    one.change_fleet("ranker", "canary", canary=0.25, options={"steps": STEPS})
+    follow(one, other)
+    real = one.catalog.change_fleet
+
+    def late(*given: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        answering(other, 60)
+        other.rollouts.tick()
+        return real(*given, **options)
+
+    monkeypatch.setattr(one.catalog, "change_fleet", late)
+    one.rollouts.active["ranker"].counts.new.errors += 100
+    one.rollouts.tick()
+    assert "rollout" not in serving_json(home)
+    follow(one, other)
+    assert [ended(server)[0] for server in replicas] == ["rolled back"] * 2
+
+
 def test_a_replica_does_not_promote_what_another_one_has_rolled_back(replicas: list[hps.HPS], write: Write) -> None:
     one, other = replicas
     write(2, retrained())
@@ -146,7 +239,7 @@ def test_a_roll_back_that_could_not_be_written_is_told_later_also_after_a_restar
         assert serving_json(home)["withdrawn"] == ["2"]
 
 
-def _away(*_: object) -> None:
+def _away(*_: object, **__: object) -> None:
     raise hps.ModelSourceError("in this test")
 
 

@@ -12,7 +12,7 @@ from torch.ao.nn import quantized
 import hps
 import hps.torch
 from hps.torch import convert, package, save
-from tests.ring1.torch.test_packaging import score
+from tests.servers.running_service import document_of
 
 ROWS = 40
 pytestmark = [
@@ -20,6 +20,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+def score(place: Path, inputs: Any, **document: Any) -> hps.Scores:
+    with hps.HPS(document_of(model_repository=str(place), **document)) as server:
+        return server.score("m", inputs)
 
 
 @pytest.fixture(autouse=True)

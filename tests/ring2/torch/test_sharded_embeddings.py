@@ -12,7 +12,7 @@ import torch
 
 import hps
 from hps.testing.waiting import PATIENCE_S
-from tests.ring1.torch.test_packaging import score
+from tests.ring1.torch.test_quantised import score
 from tests.servers.child_processes import ROOT, ChildProcesses
 from tests.servers.sharded_rank import DIMS, Net, examples, jagged
 

@@ -15,8 +15,8 @@ import hps
 from hps.testing.waiting import PATIENCE_S
 from hps.torch import convert, package, save
 from tests.ring1.torch.conftest import server as server  # a fixture
-from tests.ring1.torch.test_packaging import DIM, answers, inputs_of, keys, score
-from tests.ring1.torch.test_quantised import ROWS, table
+from tests.ring1.torch.test_quantised import ROWS, score, table
+from tests.ring2.torch.test_packaging import DIM, answers, inputs_of, keys
 from tests.ring2.torch.test_torchrec_layers import bag_collection, row_collection
 
 with warnings.catch_warnings():

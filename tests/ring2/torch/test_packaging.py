@@ -16,6 +16,7 @@ import hps
 import hps.torch
 from hps.torch import package
 from hps.torch.tables import WeightTable
+from tests.ring1.torch.test_quantised import score
 from tests.servers.running_service import document_of
 
 ROWS, DIM = 40, 6
@@ -28,11 +29,6 @@ def keys(*shape: int) -> torch.Tensor:
 def answers(module: nn.Module, *inputs: Any) -> Any:
     with torch.inference_mode():
         return copy.deepcopy(module).eval()(*inputs)
-
-
-def score(place: Path, inputs: Any, **document: Any) -> hps.Scores:
-    with hps.HPS(document_of(model_repository=str(place), **document)) as server:
-        return server.score("m", inputs)
 
 
 def dense_of(place: Path, version: str = "1") -> dict[str, Any]:

@@ -120,7 +120,9 @@ class Reconciler:
         known = name in self._catalog.names
         if pin and not (accept and self._wanted_by_fleet(name, version)):
             self._refuse_in_fleet(name, "deploying")
-        counted = self._metrics.changing("deploy", done=name, failed=name if known else "", held=lambda: bool(change.held))
+        counted = self._metrics.changing(
+            "deploy", done=name, failed=name if known else "", outcome=lambda error: _outcome(change, error)
+        )
         with self._live.changing(name, "deploying", progress) as change, _after(started), counted:
             before = None if entry is None else self._catalog.add(entry)
             keeps_entry = False
@@ -270,7 +272,7 @@ class Reconciler:
             ConflictError: the version serves.
             VersionHeldError: its checks refuse it, or hold it. As `bring_up`.
         """
-        counted = self._metrics.changing("deploy", done=name, failed=name)
+        counted = self._metrics.changing("deploy", done=name, failed=name, outcome=lambda error: _outcome(change, error))
         with self._live.changing(name, "deploying", progress) as change, counted:
             serving = self._live.find(name, None).version
             version = version or self.newest(name)
@@ -841,6 +843,13 @@ class Reconciler:
         kept_versions = sum(state in ("kept", "retiring") for _, state in versions)
         for tags in leftovers(config, live, kept_versions, self._chain, self.tried_out(name)):
             self._chain.discard(tags)
+
+
+def _outcome(change: Change, error: Exception) -> str:
+    """Name the outcome of a deployment that raised an error: neither a held version nor a newer document is a failure."""
+    if isinstance(error, _SupersededError):
+        return "superseded"
+    return "held" if change.held else "failed"
 
 
 def _refused(name: str, version: str) -> str:

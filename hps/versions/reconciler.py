@@ -20,6 +20,7 @@ from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
     HPSError,
+    NonfiniteRowsError,
     NotReadyError,
     TableWidthError,
     UnknownVersionError,
@@ -189,7 +190,7 @@ class Reconciler:
                         if missing or isinstance(error, _SupersededError):
                             raise  # a request for a version that does not exist is refused: nothing has failed
                         tried = None
-                        if isinstance(error, VersionHeldError):
+                        if isinstance(error, VersionHeldError | NonfiniteRowsError):
                             tried = entry, (*served, (chosen[len(served)], change.fingerprint))
                         self._live.record_failure(name, error, known=known, refused=tried)
                     errors.append(error)

@@ -290,6 +290,20 @@ def test_a_refused_version_is_loaded_again_only_for_other_files_another_serving_
         assert state(server) == [("1", "serving"), ("3", "held"), ("2", "kept")]
 
 
+def test_a_version_with_rows_that_are_not_finite_is_read_again_only_for_other_files(
+    document: Make, write: Write, home: Path
+) -> None:
+    with hps.HPS(document()) as server:
+        server.live.first_retry_s = 0.0
+        write(2, nonfinite())
+        assert isinstance(polled(server), hps.NonfiniteRowsError)
+        assert server.poll() == {}
+        shutil.rmtree(home / "2")
+        write(2, retrained())
+        assert polled(server) is None
+        assert state(server)[0] == ("2", "serving")
+
+
 @pytest.mark.parametrize("fleet", [False, True])
 def test_a_refused_version_serves_once_another_replica_accepts_it(document: Make, write: Write, *, fleet: bool) -> None:
     refusing = document(checks={"vectors": {"policy": "refuse"}})

@@ -6,6 +6,7 @@
     ├── ModelFileError           (ValueError)         sparse model files are missing, truncated or do not match
     │   ├── ModelFileNotFoundError (FileNotFoundError)
     │   ├── ModelFileChangedError                     they were replaced while they were being read
+    │   ├── NonfiniteRowsError                        a table has too many rows with an infinity or NaN
     │   └── ModelSourceError     (ConnectionError)    their host does not answer, or disconnects; transient
     ├── InvalidInputError        (ValueError)         keys or outputs of a call, or a request, are of the wrong kind
     │   ├── InvalidDtypeError    (TypeError)
@@ -85,6 +86,10 @@ class ModelFileNotFoundError(ModelFileError, FileNotFoundError):
 
 class ModelFileChangedError(ModelFileError):
     """A sparse model file was replaced or written while it was being read."""
+
+
+class NonfiniteRowsError(ModelFileError):
+    """A table has more rows with an infinity or NaN than its model allows."""
 
 
 class ModelSourceError(ModelFileError, ConnectionError):

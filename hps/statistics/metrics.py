@@ -342,19 +342,21 @@ class Metrics(Collector):
                 settle()
 
     @contextmanager
-    def changing(self, change: str, *, done: str, failed: str, held: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def changing(
+        self, change: str, *, done: str, failed: str, outcome: Callable[[Exception], str] = lambda error: "failed"
+    ) -> Iterator[None]:
         """Count a change of a model by its outcome, unless the model or version is unknown.
 
         Args:
             done, failed: model under which each outcome is counted; the empty name if the model then has no series.
-            held: returns whether a change that raised an error left its version loaded and held, which is no failure.
+            outcome: names the outcome of a change that raised an error, which may be no failure.
         """
         try:
             yield
         except UnknownModelError:
             raise
-        except Exception:
-            self.model_changes.labels(failed, change, "held" if held() else "failed").inc()
+        except Exception as error:
+            self.model_changes.labels(failed, change, outcome(error)).inc()
             raise
         self.model_changes.labels(done, change, "failed").inc(0)  # makes the first failure visible as an increase
         self.model_changes.labels(done, change, "done").inc()

@@ -38,6 +38,7 @@ class Change:
         what, by: request and client; empty for a local change.
         tables: tables that the change loads, by name.
         version: serving version after the change; empty if none.
+        fingerprint: of the files of the version that it last began to put into service.
         error: reason of the failure; empty otherwise.
         status: HTTP status of the response to its request, once finished.
         pin, ended_pin: the pins that it made and ended, if any.
@@ -58,6 +59,7 @@ class Change:
     tables: dict[str, LoadingTable] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     version: str = ""
+    fingerprint: str = ""
     error: str = ""
     status: int | None = None
     pin: DesiredVersion | None = None

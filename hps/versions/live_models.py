@@ -131,7 +131,9 @@ class Failure:
         count: consecutive failures.
         due: time of the next try, by the clock of `LiveModels`.
         is_transient: a retry may succeed; otherwise only polling and explicit requests try again.
-        wanted: the version set that failed, as polling saw it afterwards.
+        wanted: the version set that failed; None if unknown, until polling sees it.
+        refused_beside: the version that served, or empty, if checks refused the new one: while neither changes, they would find
+            the same, and it is not loaded again. None if it failed otherwise.
     """
 
     cause: str
@@ -139,6 +141,7 @@ class Failure:
     due: float
     is_transient: bool
     wanted: Wanted | None = None
+    refused_beside: str | None = None
 
 
 @dataclass(frozen=True)
@@ -356,8 +359,12 @@ class LiveModels:
         with self._changed:
             return self._models[name].failure if name in self._models else None
 
-    def record_failure(self, name: str, error: BaseException, *, known: bool = True) -> None:
-        """Record a failed deployment and schedule a retry. A model that is neither known nor awaited is forgotten."""
+    def record_failure(self, name: str, error: BaseException, *, known: bool = True, refused: Wanted | None = None) -> None:
+        """Record a failed deployment and schedule a retry. A model that is neither known nor awaited is forgotten.
+
+        Args:
+            refused: the version set of which the checks refused the last; None if it failed otherwise.
+        """
         with self._changed:
             model = self._models.setdefault(name, _Model())
             if not (known or model.wanted):
@@ -366,7 +373,8 @@ class LiveModels:
             pause = min(self.first_retry_s * 2.0 ** min(failures - 1, 32), LONGEST_RETRY_S)
             pause *= random.uniform(0.75, 1.0)  # spread the retries of replicas that failed together
             passes = is_transient(error, versioned=model.wanted is not None and bool(model.wanted.version_path))
-            model.failure = Failure(cause_of(error)[0], failures, self._clock() + pause, passes)
+            beside = None if refused is None else self._serving_version(name)
+            model.failure = Failure(cause_of(error)[0], failures, self._clock() + pause, passes, refused, beside)
             model.failures += 1
 
     def forget_failure(self, name: str) -> None:
@@ -384,7 +392,7 @@ class LiveModels:
     def needs_deployment(self, name: str, wanted: Wanted) -> bool:
         """Return True if the versions that a model's policy selects are new, or failed and are due for a retry.
 
-        A failure with other files does not delay it.
+        A failure with other files does not delay it. There is no retry of a version that the checks would refuse again.
         """
         with self._changed:
             model = self._models.get(name)
@@ -393,7 +401,7 @@ class LiveModels:
             if failure.wanted is None:  # the deployment may have failed before it knew its versions
                 failure = model.failure = replace(failure, wanted=wanted)
             if failure.wanted == wanted:
-                return self._clock() >= failure.due
+                return failure.refused_beside != self._serving_version(name) and self._clock() >= failure.due
             model.failure = None
             return True
 
@@ -662,6 +670,9 @@ class LiveModels:
             model.failures,
             0.0 if load is None else load.seconds,
         )
+
+    def _serving_version(self, name: str) -> str:
+        return self.serving[name].version if name in self.serving else ""
 
     def _check_open(self, what: str, name: str) -> None:
         if self._closed:

@@ -20,6 +20,7 @@ from hps.errors import (
     DatabaseCorruptError,
     DatabaseError,
     HPSError,
+    NonfiniteRowsError,
     NotReadyError,
     TableWidthError,
     UnknownVersionError,
@@ -120,7 +121,9 @@ class Reconciler:
         known = name in self._catalog.names
         if pin and not (accept and self._wanted_by_fleet(name, version)):
             self._refuse_in_fleet(name, "deploying")
-        counted = self._metrics.changing("deploy", done=name, failed=name if known else "", held=lambda: bool(change.held))
+        counted = self._metrics.changing(
+            "deploy", done=name, failed=name if known else "", outcome=lambda error: _outcome(change, error)
+        )
         with self._live.changing(name, "deploying", progress) as change, _after(started), counted:
             before = None if entry is None else self._catalog.add(entry)
             keeps_entry = False
@@ -176,16 +179,20 @@ class Reconciler:
                         held = self._live.held(name)
                         if version is None and held is not None and held.version != chosen[-1]:
                             change.accepts = False  # a newer version came, of which nobody has seen a report
-                    others = chosen if version is None else []
+                    entry, others = self._catalog.model(name), chosen if version is None else []
                     for number in chosen:
                         fingerprint = self._put_into_service(name, number, change, force=force, chosen=others)
                         served.append((number, fingerprint))
                     break
                 except Exception as error:
                     if not errors:
-                        if isinstance(error, _SupersededError):
-                            raise
-                        self._live.record_failure(name, error, known=known)
+                        missing = version is not None and isinstance(error, UnknownVersionError)
+                        if missing or isinstance(error, _SupersededError):
+                            raise  # a request for a version that does not exist is refused: nothing has failed
+                        tried = None
+                        if isinstance(error, VersionHeldError | NonfiniteRowsError):
+                            tried = entry, (*served, (chosen[len(served)], change.fingerprint))
+                        self._live.record_failure(name, error, known=known, refused=tried)
                     errors.append(error)
                     explicit = version is not None or pin
                     if explicit or not chosen or name in self._live.serving or not _is_refusal(error):
@@ -266,7 +273,7 @@ class Reconciler:
             ConflictError: the version serves.
             VersionHeldError: its checks refuse it, or hold it. As `bring_up`.
         """
-        counted = self._metrics.changing("deploy", done=name, failed=name)
+        counted = self._metrics.changing("deploy", done=name, failed=name, outcome=lambda error: _outcome(change, error))
         with self._live.changing(name, "deploying", progress) as change, counted:
             serving = self._live.find(name, None).version
             version = version or self.newest(name)
@@ -285,6 +292,8 @@ class Reconciler:
                     f"deploying model {name!r}: version {version} is held, and {serving} serves: {deployed.checks.reason}. "
                     f"Look at it under its number; publish a better one, shadow it, or `hps deploy {name} --canary 5% --accept`"
                 )
+            if change.held:
+                _log.warning("%s", change.held)  # otherwise an error says so
             started(serving, version, change)
 
     def take_out(self, name: str, version: str, ended: Callable[[Change], None]) -> None:
@@ -436,7 +445,7 @@ class Reconciler:
         for name in names:
             if (wanted := self._wanted(name)) is None:
                 continue
-            if self._live.needs_deployment(name, wanted) or self._accepted_elsewhere(name, wanted[1][-1][0]):
+            if self._live.needs_deployment(name, wanted) or self._accepted_elsewhere(name, wanted):
                 yield name, False
 
     def _not_following(self) -> Iterator[tuple[str, bool]]:
@@ -453,12 +462,16 @@ class Reconciler:
                 self._live.forget_failure(name)  # of the document before
             held = self._live.held(name)
             if held is not None and held.version == document.version and not new:
-                if self._accepted_elsewhere(name, held.version):
+                if self._accepted_report(held.config, held.version, held.fingerprint) is not None:
                     yield name, False
                 continue
             if not self._serves(name, document.desired) or (new and not document.version):
                 wanted = self._wanted(name)
-                if wanted is not None and (self._live.failure(name) is None or self._live.needs_deployment(name, wanted)):
+                if wanted is not None and (
+                    self._live.failure(name) is None
+                    or self._live.needs_deployment(name, wanted)
+                    or self._accepted_elsewhere(name, wanted)
+                ):
                     yield name, False
             # A generator resumes after its caller has tried the deployment: until then the document is pending.
             self._tried[name] = document.number
@@ -588,12 +601,13 @@ class Reconciler:
             )
         fingerprints = self._catalog.fingerprints(wanted)
         fingerprint = self._catalog.fingerprint(wanted, fingerprints)
+        change.fingerprint = fingerprint
         same_files = current if current and current.fingerprint == fingerprint and not force else None
         if current and same_files and not only_available:
             if change.accepts:
                 self._accept(current)
             elif current.held and current.checks is not None:
-                if (report := self._accepted_report(current)) is not None:
+                if (report := self._accepted_report(current.config, current.version, current.fingerprint)) is not None:
                     current.checks = current.checks.accepted(report.accepted_at or 0.0)
                 else:
                     only_available, change.held = True, self._held_text(current.checks)
@@ -775,7 +789,6 @@ class Reconciler:
         if verdict == "refused" or serving is None or serving.version == deployed.version:
             raise VersionHeldError(f"{_refused(config.model, report.version)}: {report.reason}; {_advice(config.model)}")
         change.held = self._held_text(report)
-        _log.error("%s", change.held)
 
     def _without_held(self, name: str) -> Callable[[list[str]], list[str]]:
         """Return a selection of all versions but one that its checks held before."""
@@ -795,15 +808,16 @@ class Reconciler:
         if report is not None and report.verdict == "held":
             raise VersionHeldError(f"{_refused(name, version)}, since it was held: {report.reason}; {_advice(name)}")
 
-    def _accepted_elsewhere(self, name: str, version: str) -> bool:
-        """Return True if a version is held here, and was accepted on another replica."""
-        held = self._live.held(name)
-        return held is not None and held.version == version and self._accepted_report(held) is not None
+    def _accepted_elsewhere(self, name: str, wanted: Wanted) -> bool:
+        """Return True if the desired version is held or refused here, and was accepted on another replica."""
+        config, (*_, (version, fingerprint)) = wanted
+        held, failure = self._live.held(name), self._live.failure(name)
+        waits = (held is not None and held.version == version) or (failure is not None and failure.refused_beside is not None)
+        return waits and self._accepted_report(config, version, fingerprint) is not None
 
-    def _accepted_report(self, held: Deployment) -> CheckReport | None:
-        """Return the report of a held version if it was accepted on another replica."""
-        config = held.config
-        report = self._catalog.checks.read(config.model, config.version_path, held.version, held.fingerprint)
+    def _accepted_report(self, config: ModelConfig, version: str, fingerprint: str) -> CheckReport | None:
+        """Return the report of a version if a person let it serve, on any replica."""
+        report = self._catalog.checks.read(config.model, config.version_path, version, fingerprint)
         return None if report is None or report.accepted_at is None else report
 
     def _held_text(self, report: CheckReport) -> str:
@@ -841,6 +855,13 @@ class Reconciler:
         kept_versions = sum(state in ("kept", "retiring") for _, state in versions)
         for tags in leftovers(config, live, kept_versions, self._chain, self.tried_out(name)):
             self._chain.discard(tags)
+
+
+def _outcome(change: Change, error: Exception) -> str:
+    """Name the outcome of a deployment that raised an error: neither a held version nor a newer document is a failure."""
+    if isinstance(error, _SupersededError):
+        return "superseded"
+    return "held" if change.held else "failed"
 
 
 def _refused(name: str, version: str) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, UnknownTableError
+from hps.errors import DatabaseError, ModelFileChangedError, ModelFileError, NonfiniteRowsError, UnknownTableError
 from hps.filesystems.base import changed
 from hps.ground.progress import NoProgress, Progress
 from hps.ground.rows import decode, encode
@@ -657,7 +657,7 @@ class TableLoad:
             return
         for database in databases:
             database.drop_table(self._tag_in(database))
-        raise ModelFileError(
+        raise NonfiniteRowsError(
             f"loading table {self._tag} from {self._model.place}: {finding}; expected at most {allowed}: it is not served. "
             "Write the version again with finite vectors, or allow such rows with `max_nonfinite_rows` of the model"
         )

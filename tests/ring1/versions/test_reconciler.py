@@ -140,6 +140,20 @@ def test_a_deployment_that_fails_leaves_entry_versions_and_pin_as_they_were(docu
         assert server.live.failure("other") is None, "of a model that is not known none is remembered"
 
 
+def test_a_request_for_a_version_that_does_not_exist_is_no_failed_deployment(document: Make) -> None:
+    with hps.HPS(document(False, gpucache=False)) as server:
+        for version in ("99", "0"):
+            with pytest.raises(hps.UnknownVersionError, match=f"got version '{version}', expected one of 1, 2, 3"):
+                server.deploy("ranker", version)
+        assert (server.live.failure("ranker"), server.pin("ranker"), served(server)) == (None, None, 3)
+        server.live.record_failure("ranker", hps.CapacityError("no room"))
+        with pytest.raises(hps.UnknownVersionError):
+            server.deploy("ranker", "99")
+        failure = server.live.failure("ranker")
+        assert failure is not None
+        assert (failure.cause, failure.count) == ("no room", 1), "what is wrong is still known"
+
+
 def test_polling_deploys_what_is_new_undeploys_what_is_gone_and_leaves_what_fails(
     tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -241,6 +241,10 @@ def test_a_held_version_is_tried_out_only_if_a_person_wants_it(document: Make, w
         write(2, SHUFFLED)
         with pytest.raises(hps.VersionHeldError, match="version 2 is held, and 1 serves: vectors"):
             server.deploy("ranker", canary=0.05)
+        counts = server.metrics.model_changes
+        assert [counts.labels("ranker", "deploy", outcome).value for outcome in ("held", "failed")] == [1, 0], (
+            "as without a canary"
+        )
         assert versions(server) == {"1": "serving", "2": "held"}
         assert server.rollout("ranker") is None
         server.deploy("ranker", shadow=0.05)  # its answers are sent to nobody

@@ -526,6 +526,8 @@ def test_checks_end_when_the_fleet_wants_another_version(document: Make, write: 
             patch.setattr("hps.versions.checks.run.compare_rows", superseded)
             server.read_documents()
             assert server.follow() == {}, "tried again with version 3"
+        counts = server.metrics.model_changes
+        assert [counts.labels("ranker", "deploy", outcome).value for outcome in ("superseded", "failed")] == [1, 0]
         assert state(server) == [("1", "serving")]
         server.follow()
         assert state(server) == [("3", "serving"), ("1", "kept")]

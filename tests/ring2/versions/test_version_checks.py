@@ -1,5 +1,6 @@
 """A polling service takes over good versions of a real repository by itself, and holds bad ones, which everybody sees."""
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,14 @@ def serving(service: RunningService) -> str:
     ids=["shuffled rows", "rows of another width", "scores of the other sign"],
 )
 def test_a_bad_version_is_held_and_seen_and_a_good_one_or_a_person_goes_on(
-    document: Make, write: Write, vectors: np.ndarray, factor: float, reason: str
+    document: Make, write: Write, vectors: np.ndarray, factor: float, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_service({**document(), "service": POLLING}) as service:
         write(2, vectors, factor=factor)
         wait_until(lambda: versions(service).get("2") == "held", "version 2 is held")
         assert serving(service) == "1"
+        wait_until(lambda: "version 2 is held" in caplog.text, "it is logged")
+        assert caplog.text.count("version 2 is held") == 1
         [model] = service.client.get("/v1/models").json()["models"]
         checks = next(version["checks"] for version in model["versions"] if version["version"] == "2")
         assert (checks["verdict"], checks["against"]) == ("held", "1")
@@ -247,6 +250,74 @@ def test_a_version_that_another_replica_holds_while_it_is_loaded_first_does_not_
     with hps.HPS(configuration) as server:
         assert state(server) == [("1", "serving")]
         assert "found elsewhere" in (home / "checks-2.json").read_text()
+
+
+def test_a_refused_version_is_loaded_again_only_for_other_files_another_serving_version_or_a_person(
+    document: Make, write: Write, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[tuple[str, str]] = []
+    run = VersionCheck.run
+
+    def counted(self: VersionCheck) -> CheckReport:
+        loads.append((self.new.version, "" if self.old is None else self.old.version))
+        return run(self)
+
+    def polls(server: hps.HPS) -> list[tuple[str, str]]:
+        """The checks of three polls, of which each is late enough for a retry."""
+        loads.clear()
+        server.live.first_retry_s = 0.0
+        for _ in range(3):
+            server.poll()
+        return loads
+
+    monkeypatch.setattr(VersionCheck, "run", counted)
+    refusing = document(checks={"vectors": {"policy": "refuse"}})
+    with hps.HPS(refusing) as server:
+        write(2, retrained())
+        assert polls(server) == [("2", "1")]
+        write(3, SHUFFLED)
+        assert polls(server) == [("3", "2")]
+        shutil.rmtree(home / "3")
+        write(3, SHUFFLED[::-1].copy())
+        assert polls(server) == [("3", "2")], "other files"
+        server.deploy("ranker", "1", pin=False)
+        assert polls(server) == [("3", "1")], "another serving version"
+        with pytest.raises(hps.VersionHeldError, match="version 3 is refused"):
+            server.deploy("ranker")
+        assert polls(server) == []
+        document(checks={"vectors": {"policy": "hold"}})
+        assert polls(server) == [("3", "1")], "another entry"
+        assert state(server) == [("1", "serving"), ("3", "held"), ("2", "kept")]
+
+
+def test_a_version_with_rows_that_are_not_finite_is_read_again_only_for_other_files(
+    document: Make, write: Write, home: Path
+) -> None:
+    with hps.HPS(document()) as server:
+        server.live.first_retry_s = 0.0
+        write(2, nonfinite())
+        assert isinstance(polled(server), hps.NonfiniteRowsError)
+        assert server.poll() == {}
+        shutil.rmtree(home / "2")
+        write(2, retrained())
+        assert polled(server) is None
+        assert state(server)[0] == ("2", "serving")
+
+
+@pytest.mark.parametrize("fleet", [False, True])
+def test_a_refused_version_serves_once_another_replica_accepts_it(document: Make, write: Write, *, fleet: bool) -> None:
+    refusing = document(checks={"vectors": {"policy": "refuse"}})
+    with hps.HPS(refusing) as server, hps.HPS({**refusing, "persistent_db": {"type": "disabled"}}) as other:
+        write(2, SHUFFLED)
+        if fleet:
+            other.change_fleet("ranker", "deploy", "2")
+            server.read_documents()
+        retried = server.follow if fleet else server.poll
+        assert isinstance(retried()["ranker"], hps.VersionHeldError)
+        assert retried() == {}
+        other.deploy("ranker", accept=True)
+        assert retried() == {"ranker": None}
+        assert state(server) == [("2", "serving"), ("1", "kept")]
 
 
 def test_a_version_that_another_replica_accepted_serves_once_it_is_loaded(document: Make, write: Write) -> None:

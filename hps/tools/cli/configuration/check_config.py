@@ -168,6 +168,7 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
     from concurrent.futures import ThreadPoolExecutor
 
     from hps.types import CheckResult
+    from hps.versions.building import check_transform
     from hps.versions.catalog import ModelCatalog, absent_models
     from hps.versions.deployment import check_written_at
 
@@ -187,8 +188,12 @@ def _check_files(part: "UsablePart", sources: "ModelSources", report: _Report) -
                 versions = [catalog.version(name, version) for version in catalog.to_serve(name)]
                 for version in versions:
                     check_written_at(version.config, version.written_at_us)
+                    check_transform(version.config, sources)
             except file_errors as error:
                 report.findings.append(_file_problem(places.get(name, name), error))
+                continue
+            except errors.ConfigError as error:
+                report.findings.append(CheckResult("wrong", f"{places.get(name, name)}.transform", "; ".join(error.problems)))
                 continue
             wrong_width = name in part.widthless
             checks += [

@@ -53,6 +53,18 @@ def written(tmp_path: Path, content: dict[str, Any]) -> Path:
     return path
 
 
+def test_transforms_that_would_not_be_called_are_found(tmp_path: Path, content: dict[str, Any]) -> None:
+    [model] = content["models"]
+    model["transform"] = {"function": "tests.fakes.transforms:nothing", "inputs": {"user": "bytes"}}
+    for trust, problem in ((False, "it names code"), (True, "cannot be imported: AttributeError")):
+        content["model_source"] = {"trust": trust}
+        code, found = findings(written(tmp_path, content))
+        [(level, text)] = found["models[0].transform"]
+        assert (code, level, problem in text) == (2, "wrong", True)
+    model["transform"]["function"] = "fnv1a"
+    assert run(written(tmp_path, content)).exit_code == 0
+
+
 def test_wrong_keys_do_not_hide_what_is_wrong_with_files(tmp_path: Path, content: dict[str, Any]) -> None:
     [model] = content["models"]
     (tmp_path / "item" / "key").unlink()

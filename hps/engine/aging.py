@@ -52,6 +52,7 @@ _PIECES: Final = (1 << 9, 1 << 12)  # least and most rows to remove at once: wri
 _FAST_S, _SLOW_S = 0.1, 0.3  # a piece that takes less, or more, is followed by a larger, or smaller, one
 _MOST_CHANGES: Final = 1 << 22  # in a calendar; 64 MiB
 _SHARE: Final = 8  # of a table's rows, one in so many may be in the calendar if that is more
+_READINGS: Final = 3  # of a shared database in a time to live: a row that another process wrote is seen before it expires
 _READING_S: Final = 0.05  # of a round for reading a database again
 _READ_AHEAD_US: Final = 10_000_000  # before the calendar ends, or twice as long as the last reading took
 _WAIT_S: Final = 10.0  # of a lookup for the sweeper
@@ -80,6 +81,7 @@ class _AgingTable:
     highest: int = 0  # time of a change so far
     swept: int = 0  # no row with a change up to this time is left
     due: KeyArray = field(default_factory=lambda: np.empty(0, np.int64))  # taken from the calendar, perhaps expired; ascending
+    until: int = 0  # rows of `due` with a change up to this time have expired, also by a clock that is set back
     hidden: bool = False
     fresh: KeyArray = field(default_factory=lambda: np.empty(0, np.int64))  # of `due`, taken since it was hidden last
     piece_rows: int = 1 << 12
@@ -113,7 +115,6 @@ class RowAging:
         tiers: AgingTiers,
         *,
         written_at_us: int = 0,
-        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.valid_until_ns = 0
         self._watchers: LiveMethods[Callable[[int], None]] = LiveMethods()
@@ -125,8 +126,6 @@ class RowAging:
         self._model = tables[0].model_name
         self._chain = chain
         self._tiers = tiers
-        self._clock_ns = clock_ns
-        self._latest_us = 0
         self._sweeping = threading.Lock()
         self._moving = threading.Lock()
         self._first = 0  # whose turn is first
@@ -154,7 +153,7 @@ class RowAging:
                         if not (table.hidden or table.files_hidden):
                             raise
                         _log.warning("removing expired rows of table %s: %s; they are hidden meanwhile", table.spec.tag, error)
-                    if table.calendar.horizon > self._now() - table.ttl_us:  # else more have expired than it holds
+                    if table.calendar.horizon > _now_us() - table.ttl_us:  # else more have expired than it holds
                         break
             self._move_on()
         self._task = PeriodicTask(
@@ -192,7 +191,7 @@ class RowAging:
         """
         if (table := self._tables.get(index)) is None:
             return changes
-        now, sequences = self._now(), changes.sequences
+        now, sequences = _now_us(), changes.sequences
         ahead = sequences > now + FUTURE_US
         if ahead.any():
             where = self._model, table.spec.table_name
@@ -213,19 +212,19 @@ class RowAging:
         with table.adding:
             table.highest = max(table.highest, int(times.max()))
             if changes.deleted is not None:  # of expired changes; lookups need not wait until those are forgotten
-                times = np.where(changes.deleted, np.maximum(times, self._now() - table.ttl_us + 1), times)
+                times = np.where(changes.deleted, np.maximum(times, _now_us() - table.ttl_us + 1), times)
             self._add(table, changes.keys, times)
 
     def note_written(self, index: int, keys: KeyArray, took_s: float) -> None:
         """Note rows of a direct write, (n,). Called while the table is being modified, once it has been made or has failed."""
         if (table := self._tables.get(index)) is None or not keys.size:
             return
-        stored: IndexArray = np.zeros(keys.size, np.int64)
-        if took_s > _LONG_S:
+        now, stored = _now_us(), np.zeros(keys.size, np.int64)
+        if took_s > _LONG_S or table.highest - now > _LONG_S * 1e6:  # the clock was set back: the database may know less
             with suppress(DatabaseError):
                 stored = self._chain.last_changes(table.spec, keys)
         with table.adding:  # their sequence was the time of the write, or one more than the highest
-            self._add(table, keys, np.where(stored > 0, stored, max(self._now(), table.highest + 1)))
+            self._add(table, keys, np.where(stored > 0, stored, max(now, table.highest + 1)))
 
     def _add(self, table: _AgingTable, keys: KeyArray, times: IndexArray) -> None:
         table.calendar.add(keys, times)
@@ -240,13 +239,13 @@ class RowAging:
             DatabaseError: a database failed, or is too slow: expired rows could be answered.
         """
         deadline = time.monotonic() + _WAIT_S
-        while self._clock_ns() > self.valid_until_ns:
+        while time.time_ns() > self.valid_until_ns:
             if self._sweeping.acquire(timeout=_LOOK_S):
                 try:
-                    if self._clock_ns() > self.valid_until_ns:
+                    if time.time_ns() > self.valid_until_ns:
                         self._sweep_all()
                 except HPSError:
-                    if self._clock_ns() > self.valid_until_ns:
+                    if time.time_ns() > self.valid_until_ns:
                         raise
                 finally:
                     self._sweeping.release()
@@ -286,7 +285,7 @@ class RowAging:
             if table.due.size > _MANY_ROWS and not self._chain.databases[-1].in_process:
                 until, _ = self._hide(table)
             while table.due.size:
-                if (ended := time.monotonic() > ends) or self._now() - table.ttl_us - until > _HIDE_US:
+                if (ended := time.monotonic() > ends) or _now_us() - table.ttl_us - until > _HIDE_US:
                     until, hidden = self._hide(table)
                     if ended and hidden:  # the other tables must not wait for the next round: lookups are of all
                         return
@@ -314,7 +313,7 @@ class RowAging:
         Args:
             hides: hide all of them first if that is possible, for which the embedding caches are emptied; else remove all.
         """
-        if not table.written_at or table.written_at > self._now() - table.ttl_us:
+        if not table.written_at or table.written_at > _now_us() - table.ttl_us:
             return
         if hides and not table.files_hidden:
             nothing = np.empty(0, np.int64)
@@ -336,10 +335,11 @@ class RowAging:
     def _take_due(self, table: _AgingTable) -> int:
         """Take further keys from the calendar. Return up to which time all changes were taken."""
         with table.adding:
-            until = min(self._now() - table.ttl_us, table.calendar.horizon - 1)
+            until = min(_now_us() - table.ttl_us, table.calendar.horizon - 1)
             if table.written_at and not table.files_hidden:
                 until = min(until, table.written_at - 1)
             new = table.calendar.take(until)
+        table.until = until = max(until, table.until) if table.due.size else until
         if new.size:
             table.due = np.union1d(table.due, new) if table.due.size else new
             table.fresh = np.union1d(table.fresh, new) if table.fresh.size else new
@@ -376,16 +376,18 @@ class RowAging:
                 moved(self.valid_until_ns)
 
     def _keep_calendar(self, table: _AgingTable) -> None:
-        """Read the database again before the time has come to the calendar's horizon."""
+        """Read the database again before the time has come to the calendar's horizon, and for writes of other processes."""
         if table.reading is None:
-            ahead_us = max(_READ_AHEAD_US, 2 * table.reading_us)
-            if table.calendar.complete or table.calendar.horizon - (self._now() - table.ttl_us) > ahead_us:
+            now, ahead_us = _now_us(), max(_READ_AHEAD_US, 2 * table.reading_us)
+            enough = table.calendar.complete or table.calendar.horizon - (now - table.ttl_us) > ahead_us
+            others = self._chain.databases[-1].shared and abs(now - table.reading_began_us) > table.ttl_us // _READINGS
+            if enough and not others:
                 return
             self._read_again(table)
         self._advance_reading(table, _READING_S)
 
     def _read_again(self, table: _AgingTable) -> None:
-        table.reading_began_us, table.changes_read = self._now(), 0
+        table.reading_began_us, table.changes_read = _now_us(), 0
         with table.adding:
             table.calendar.start_reading()
         table.reading = self._chain.changed_rows(table.spec)
@@ -402,7 +404,7 @@ class RowAging:
                 if chunk is None:
                     table.calendar.end_reading()
                     table.calendar.most_changes = max(_MOST_CHANGES, table.changes_read // _SHARE)
-                    table.reading, table.reading_us = None, self._now() - table.reading_began_us
+                    table.reading, table.reading_us = None, _now_us() - table.reading_began_us
                 else:
                     later = chunk[1] > table.swept
                     table.calendar.add(chunk[0][later], chunk[1][later])
@@ -413,7 +415,6 @@ class RowAging:
         if rows > 0:
             self._chain.metrics.expired_rows.labels(self._model, table.spec.table_name).inc(rows)
 
-    def _now(self) -> int:
-        """Return microseconds since 1970; a clock that is set back stands still."""
-        self._latest_us = max(self._latest_us, self._clock_ns() // 1000)
-        return self._latest_us
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

@@ -470,13 +470,13 @@ class Deployment:
             if isinstance(changed, RowChanges):
                 for each in aging:
                     each.note(index, changed)
-            began = time.monotonic()
+            began = time.time()  # not the monotonic clock: if this one is set meanwhile, that counts as long
             try:
                 yield
             finally:
                 if isinstance(changed, np.ndarray):
                     for each in aging:
-                        each.note_written(index, changed, time.monotonic() - began)
+                        each.note_written(index, changed, abs(time.time() - began))
 
     def _all_caches(self) -> list[EmbeddingCache]:
         return self.caches + [cache for successor in self.successors for cache in successor.caches]

@@ -2,8 +2,8 @@
 
 **On disk.** The sequence of a row's last change follows the time in the value of its key in the times family, in the same write
 as the row; that of a deleted row stays. A row whose value has no sequence was written before the table followed a log,
-or by an older release: it is older than any change. RocksDB's own column family has two records: the highest applied
-sequence, in the first write of a batch of changes, so that no row ever has a higher one, and the positions, in the last write.
+or by an older release: it is older than any change. RocksDB's own column family has the highest applied sequence, in the
+first write of a batch of changes, so that no row ever has a higher one, the positions, in the last write, and "by time".
 
 **Other insertions and deletions** take the highest sequence + 1. They do not store it; the next start allows for it.
 
@@ -39,6 +39,7 @@ _SETS: Final = np.int64(1 << 17)
 _WAYS: Final = 4
 _POSITIONS = b"hps-server/positions/"
 _SEQUENCE = b"hps-server/sequence/"
+_BY_TIME = b"hps-server/by-time/"
 
 _many = numba.int64[::1]
 _table = numba.int64[:, ::1]
@@ -73,8 +74,8 @@ def _record(keys, sequences, known_keys, known_sequences, bounds):  # type: igno
 
 
 def log_records(tag: str) -> list[bytes]:
-    """Return the keys of a table's records of positions and of the highest sequence, in RocksDB's order."""
-    return [_POSITIONS + tag.encode(), _SEQUENCE + tag.encode()]
+    """Return the keys of a table's records: by time or not, positions, and the highest sequence; in RocksDB's order."""
+    return [_BY_TIME + tag.encode(), _POSITIONS + tag.encode(), _SEQUENCE + tag.encode()]
 
 
 class ChangeOrder:
@@ -82,22 +83,22 @@ class ChangeOrder:
 
     Args:
         always: whether insertions and deletions have a sequence also before the table follows a log.
-        by_time: whether that sequence is at least the current time in microseconds since 1970.
 
     Attributes:
+        by_time: whether that sequence is at least the current time in microseconds since 1970, as is on record.
         highest: highest applied sequence; 0 before the first.
         positions: last stored positions, by partition.
     """
 
-    def __init__(self, engine: Engine, tag: str, *, always: bool = False, by_time: bool = False) -> None:
+    def __init__(self, engine: Engine, tag: str, *, always: bool = False) -> None:
         self._tag = tag
         self._engine = engine
         self._always = always
-        self.by_time = by_time
         self._known: tuple[KeyArray, IndexArray, IndexArray] | None = None  # of sets: keys, sequences, bounds
         self._highest_recorded = 0
         doing = f"reading how far table {tag} followed its log"
-        positions, highest = engine.get(engine.family(DEFAULT), log_records(tag), doing)
+        by_time, positions, highest = engine.get(engine.family(DEFAULT), log_records(tag), doing)
+        self.by_time = by_time is not None
         try:
             self.highest = int(highest or 0)
             self.positions = {Partition(name): LogPosition(*of) for name, of in json.loads(positions or "{}").items()}
@@ -134,13 +135,17 @@ class ChangeOrder:
 
     def raised(self, sequence: int) -> dict[bytes, bytes]:
         """Encode the highest sequence of a batch, to be written with its first changes."""
-        return {log_records(self._tag)[1]: b"%d" % sequence} if sequence > self.highest else {}
+        return {log_records(self._tag)[2]: b"%d" % sequence} if sequence > self.highest else {}
+
+    def ordered_by_time(self) -> dict[bytes, bytes]:
+        """Encode that insertions and deletions take their time, and that the table follows a log."""
+        return {log_records(self._tag)[0]: b"1"} | self.raised(1)
 
     def moved(self, positions: Mapping[Partition, LogPosition]) -> dict[bytes, bytes]:
         """Encode positions, to be written with the last changes of a batch."""
         merged = {**self.positions, **positions}
         return {
-            log_records(self._tag)[0]: json.dumps({name: [at.position, at.sequence] for name, at in merged.items()}).encode()
+            log_records(self._tag)[1]: json.dumps({name: [at.position, at.sequence] for name, at in merged.items()}).encode()
         }
 
     def forget(self) -> None:

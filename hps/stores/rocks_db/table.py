@@ -85,7 +85,6 @@ class RocksTable:
         self._writer = records.writer(tag)
         self._writer_waits = False  # to be stored once the disk has room
         self._keeps_deletions = keeps_deletions
-        self._by_time = False
         self._unflushed = _UNKNOWN  # entries in the memtable of the times family
         self._sealed = engine.family(SEALED + tag)
         self._unflushed_sealed = _UNKNOWN
@@ -376,11 +375,10 @@ class RocksTable:
         # A table counts as one that follows a log from then on: a deletion is remembered, and sealing keeps the sequences.
         doing = f"ordering changes of table {self.tag} by time"
         with self._alone(doing):
-            if not self._order.follows:
-                self._engine.write({DEFAULT: _unzipped(self._order.raised(1))}, {}, doing)
+            if not (self._order.by_time and self._order.follows):
+                self._engine.write({DEFAULT: _unzipped(self._order.ordered_by_time())}, {}, doing)
                 self._engine.sync(doing)
-                self._order.highest = 1
-            self._order.by_time = self._by_time = True
+                self._order.by_time, self._order.highest = True, max(self._order.highest, 1)
             self._order.invalidate()  # rows may have later sequences than its bounds
 
     def changed_rows(self) -> Iterator[tuple[KeyArray, IndexArray]]:
@@ -563,7 +561,7 @@ class RocksTable:
         self._family, self._times = self._engine.family(self.tag), self._engine.family(TIMES + self.tag)
         self._sealed = self._engine.family(SEALED + self.tag)
         self._unflushed = self._unflushed_sealed = _UNKNOWN
-        self._order = ChangeOrder(self._engine, self.tag, always=self._keeps_deletions, by_time=self._by_time)
+        self._order = ChangeOrder(self._engine, self.tag, always=self._keeps_deletions)
         self._loading = False  # the engine merges by itself again
         if self._writer_waits and not self._engine.in_view:
             self._name_writer(str(self._writer))

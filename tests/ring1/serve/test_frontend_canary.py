@@ -261,6 +261,51 @@ async def test_a_rollout_that_has_ended_counts_and_compares_nothing(scene, front
     assert counts_of(front).old.requests == 0
 
 
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+@pytest.mark.parametrize("versions", ["12", "1"])
+@beside(playing)
+async def test_a_request_that_the_new_version_fails_after_its_canary_has_ended_is_the_serving_ones(
+    scene, front, engine, /, monkeypatch, how, versions
+):
+    """Those under way when a canary ends are the ones that a version fails that has ended it."""
+    clock = clock_of(monkeypatch)
+    deployed = {version: engine.deploy() for version in "12"}
+    engine.publish(m=deployed, rollouts={"m": published(compare=True)})
+    await known(front)
+    counts, client, other = counts_of(front), await scene.connect(), await scene.connect()
+    client.send(*request([5]))
+    job = await job_of(engine, deployed["2"][0])
+    other.send(*request([6]))
+    answered = await job_of(engine, deployed["2"][0])
+    for _ in range(2):
+        engine.publish(m={version: deployed[version] for version in versions})
+        await known(front)
+    engine.complete(answered)
+    await other.checked([6])
+    if how == "fails":
+        engine.complete(job, FAILED, json.dumps({"status": 500, "message": "no", "reason": ""}).encode())
+    else:
+        clock.now += LIMIT_S * 0.51
+    engine.complete(await job_of(engine, deployed["1"][0]))
+    await client.checked([5])
+    assert engine.loop_state.next_request() is None, "nothing is compared"
+    assert (counts.new.requests, counts.old.requests) == (0, 0)
+
+
+@beside(playing)
+async def test_a_promoted_version_answers_for_itself(scene, front, engine, /):
+    deployed = {version: engine.deploy() for version in "12"}
+    engine.publish(m=deployed, rollouts={"m": published()})
+    await known(front)
+    client = await scene.connect()
+    client.send(*request([5]))
+    job = await job_of(engine, deployed["2"][0])
+    engine.publish(m=deployed, serving="2")
+    await known(front)
+    engine.complete(job, FAILED, json.dumps({"status": 500, "message": "no", "reason": ""}).encode())
+    assert await client.status() == 500
+
+
 @beside(playing)
 async def test_a_front_that_replaces_another_one_counts_on(scene, front, engine, /):
     ids, client = await begin(front, engine), await scene.connect()

@@ -8,6 +8,8 @@ import hps
 
 RELEASED = threading.Event()
 IMPORTED = threading.Event()
+SEEN = []
+"""The texts of each call of `second`."""
 
 
 def cities(inputs):
@@ -48,6 +50,7 @@ def first(inputs):
 def second(inputs):
     """The second number of each text; refuses x, fails for bug, and waits for `RELEASED` where a text has w."""
     texts = inputs["text"].to_list()
+    SEEN.append([text.decode() for text in texts])
     if any(b"x" in text for text in texts):
         raise hps.InvalidInputError("got an x")
     if any(b"bug" in text for text in texts):

@@ -78,11 +78,12 @@ class TransformRuns:
             queue.stop_with(transform)
 
         def run() -> None:
-            if number not in self._under_way or lookup.requester is None:  # its time is over, or its client is gone
+            if number not in self._under_way:  # its time is over
                 return
-            found: tuple[bytes, int] | Exception
+            found: tuple[bytes, int] | Exception = b"", 0
             try:
-                found = transformed(request, transform)
+                if lookup.requester is not None:  # else its client is gone
+                    found = transformed(request, transform)
             except Exception as error:  # noqa: BLE001 - the client gets it
                 found = error
             with suppress(RuntimeError):  # the event loop is closed

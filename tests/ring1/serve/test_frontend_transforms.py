@@ -1,13 +1,15 @@
 """Transforms of a front: a slow import delays no other model, and rows are those of the keys of their own version."""
 
+import gc
 import json
 import sys
 
 import pytest
 
 from hps.regions.layout import FAILED, RETIRED
+from hps.serve.frontend import transforming
 from hps.testing.waiting import wait_until_async
-from tests.fakes.transforms import IMPORTED, RELEASED
+from tests.fakes.transforms import IMPORTED, RELEASED, SEEN
 from tests.ring1.serve.test_frontend_canary import LIMIT_S, clock_of, counts_of, job_of, known, published
 from tests.servers.on_loop import beside
 from tests.servers.played_front import playing, request
@@ -98,6 +100,77 @@ async def test_a_late_transform_does_not_end_the_one_of_the_repeated_request(sce
     IMPORTED.set()
     await complete(engine, ids["1"], [5])
     await client.checked([5])
+
+
+@beside(playing)
+async def test_a_request_whose_client_has_left_is_not_transformed_and_nothing_is_left_of_it(scene, front, engine, /):
+    RELEASED.clear()
+    SEEN.clear()
+    ids = await begin(front, engine)
+    runs = front.exchange.transforms
+    clients = []
+    for text in ("57w", "57w", "5", "57"):
+        clients.append(await scene.connect())
+        clients[-1].send(text_request(text))
+        await wait_until_async(lambda: len(runs._under_way) == len(clients), "two run and two wait")
+    for client in clients[1:3]:
+        client.reset()
+    await wait_until_async(lambda: len(front.connections.order) == 2, "they have left")
+    RELEASED.set()
+    for job in [await job_of(engine, ids["2"]) for _ in range(2)]:
+        assert engine.keys(job).tolist() == [7]
+        engine.complete(job)
+    for client in (clients[0], clients[3]):
+        await client.checked([7])
+    [queue] = runs._queues.values()
+    await wait_until_async(lambda: not queue._jobs.unfinished_tasks, "the threads wait")
+    await wait_until_async(lambda: not runs._under_way, "all are forgotten")
+    assert (counts_of(front).new.errors, front.exchange.slots.used) == (0, 0)
+    assert SEEN == [["57w"], ["57w"], ["57"]]
+
+
+@beside(playing)
+async def test_more_requests_than_may_wait_for_their_transforms_are_refused_and_forgotten(scene, front, engine, /, monkeypatch):
+    monkeypatch.setattr(transforming, "_MOST_WAITING", 1)
+    RELEASED.clear()
+    deployed, runs = engine.deploy(), front.exchange.transforms
+    engine.publish(m=deployed, transforms={"1": SECOND})
+    await known(front)
+    await imported(front)
+    clients = []
+    for _ in range(2):  # one after another, since a thread takes the next request only in a moment
+        clients.append(await scene.connect())
+        clients[-1].send(text_request("57w"))
+        await wait_until_async(lambda: [queue.waiting() for queue in runs._queues.values()] == [0], "it runs")
+    waiting, refused = await scene.connect(), await scene.connect()
+    waiting.send(text_request("57"))
+    await wait_until_async(lambda: len(runs._under_way) == 3, "it waits")
+    refused.send(text_request("57"))
+    assert await refused.status() == 503
+    assert len(runs._under_way) == 3
+    RELEASED.set()
+    for _ in range(3):
+        await complete(engine, deployed[0], [7])
+    for client in (*clients, waiting):
+        await client.checked([7])
+    assert not runs._under_way
+
+
+@beside(playing)
+async def test_the_threads_of_a_version_end_with_it(scene, front, engine, /):
+    await begin(front, engine)
+    client = await scene.connect()
+    client.send(text_request("57"))
+    engine.complete(await engine.job())
+    await client.checked([7])
+    [queue] = front.exchange.transforms._queues.values()
+    engine.publish(m=engine.deploy())
+    await known(front)
+    client.send(*request([5]))
+    engine.complete(await engine.job())
+    await client.checked([5])
+    gc.collect()  # a rollout and its versions refer to each other
+    await wait_until_async(lambda: not queue.alive, "its threads end")
 
 
 @beside(playing)

@@ -133,15 +133,16 @@ async def test_a_request_whose_client_has_left_is_not_transformed_and_nothing_is
 async def test_more_requests_than_may_wait_for_their_transforms_are_refused_and_forgotten(scene, front, engine, /, monkeypatch):
     monkeypatch.setattr(transforming, "_MOST_WAITING", 1)
     RELEASED.clear()
+    SEEN.clear()
     deployed, runs = engine.deploy(), front.exchange.transforms
     engine.publish(m=deployed, transforms={"1": SECOND})
     await known(front)
     await imported(front)
     clients = []
-    for _ in range(2):  # one after another, since a thread takes the next request only in a moment
+    for number in range(2):
         clients.append(await scene.connect())
         clients[-1].send(text_request("57w"))
-        await wait_until_async(lambda: [queue.waiting() for queue in runs._queues.values()] == [0], "it runs")
+        await wait_until_async(lambda number=number: len(SEEN) > number, "it runs")
     waiting, refused = await scene.connect(), await scene.connect()
     waiting.send(text_request("57"))
     await wait_until_async(lambda: len(runs._under_way) == 3, "it waits")

@@ -308,8 +308,8 @@ def test_the_counts_of_other_processes_are_those_of_the_same_rollout(server: Ser
     assert status is not None
     assert (status.counts.new.answered, status.counts.old.answered) == (2, 1)
     shown = expose(server.rollouts.families()).decode()
-    assert 'hps_rollout_requests_total{model="m",version="1",outcome="ok"} 1' in shown
-    assert 'hps_rollout_requests_total{model="m",version="2",outcome="ok"} 2' in shown
+    assert 'hps_rollout_requests_total{model="m",outcome="ok",version="1"} 1' in shown
+    assert 'hps_rollout_requests_total{model="m",outcome="ok",version="2"} 2' in shown
 
 
 def test_who_ended_a_rollout_is_the_outcome_that_is_counted(server: Server) -> None:

@@ -5,6 +5,7 @@ arrays by the declared names of outputs. It is called once for a request, in any
 entry point of the group `hps.transforms` (docs/transforms.md).
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Final, TypeAlias
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from hps.configuration.networks import DTYPES
 from hps.configuration.transforms import BYTES, TransformConfig
-from hps.errors import ConfigError, InvalidDtypeError, InvalidInputError, TransformError
+from hps.errors import ConfigError, HPSError, InvalidDtypeError, InvalidInputError, NotReadyError, TransformError
 from hps.ground.kernels.numba_kernels import compile_kernels
 from hps.ground.registry import implementation
 from hps.tensors import strings
@@ -31,36 +32,64 @@ class Transform:
 
     Args:
         trusted: `model_source.trust`: a function of any module may be named.
+        imports: import the function now; else `load` does, which may take long.
 
     Raises:
         ConfigError: the function cannot be imported, or must not be.
     """
 
-    def __init__(self, config: TransformConfig, model: str, *, trusted: bool) -> None:
+    def __init__(self, config: TransformConfig, model: str, *, trusted: bool, imports: bool = True) -> None:
         self.config = config
         self._doing = f"transforming a request to model {model!r}"
-        place = f"transform {config.function!r} of model {model!r}"
+        self._place = f"transform {config.function!r} of model {model!r}"
+        self._importing = threading.Lock()
+        self._function: Callable[[TransformInputs], Any] | None = None
+        self._problem = ""
         if config.runs_code and not trusted:
             raise ConfigError(
-                place,
+                self._place,
                 [
                     "it names code, which may do whatever the server may; expected the name of an entry point of an installed "
                     "package (group hps.transforms), or, if you trust whoever writes the entries of models, "
                     "model_source.trust: true in the configuration"
                 ],
             )
-        if not config.runs_code:
-            function = implementation("transform", config.function)
-        else:
-            module, _, name = config.function.partition(":")
-            try:
-                function = getattr(import_module(module), name)
-            except Exception as error:
-                raise ConfigError(place, [f"cannot be imported: {error!r}"]) from error
-        if not callable(function):
-            raise ConfigError(place, [f"got {function!r}, expected a function"])
-        self._function: Callable[[TransformInputs], Any] = function
+        if imports:
+            self._function = self._imported()
         compile_kernels(*strings.KERNELS)
+
+    def load(self) -> None:
+        """Import the function unless that was tried. Other threads that load or call it wait meanwhile."""
+        with self._importing:
+            if self.importing:
+                try:
+                    self._function = self._imported()
+                except HPSError as error:
+                    self._problem = str(error)
+
+    @property
+    def importing(self) -> bool:
+        """Whether `load` has not ended."""
+        return self._function is None and not self._problem
+
+    @property
+    def loaded(self) -> bool:
+        return self._function is not None
+
+    def _imported(self) -> Callable[[TransformInputs], Any]:
+        found: Any
+        if not self.config.runs_code:
+            found = implementation("transform", self.config.function)
+        else:
+            module, _, name = self.config.function.partition(":")
+            try:
+                found = getattr(import_module(module), name)
+            except Exception as error:
+                raise ConfigError(self._place, [f"cannot be imported: {error!r}"]) from error
+        if not callable(found):
+            raise ConfigError(self._place, [f"got {found!r}, expected a function"])
+        function: Callable[[TransformInputs], Any] = found
+        return function
 
     def applies(self, names: Mapping[str, Any]) -> bool:
         """Return whether a request has inputs of the transform; any other request has keys already.
@@ -112,9 +141,14 @@ class Transform:
         Raises:
             InvalidInputError: the function refuses the inputs.
             TransformError: it fails, or returns something else than it promised.
+            NotReadyError: it cannot be imported in this process.
         """
+        if (function := self._function) is None:
+            self.load()
+            if (function := self._function) is None:
+                raise NotReadyError(f"{self._doing}: {self._problem}")
         try:
-            made = self._function(inputs)
+            made = function(inputs)
         except InvalidInputError:
             raise
         except Exception as error:

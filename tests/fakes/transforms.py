@@ -7,6 +7,9 @@ import numpy as np
 import hps
 
 RELEASED = threading.Event()
+IMPORTED = threading.Event()
+SEEN = []
+"""The texts of each call of `second`."""
 
 
 def cities(inputs):
@@ -34,3 +37,24 @@ def same(inputs):
 
 def big_endian(inputs):
     return {"item": np.full(inputs["city"].shape, 7, ">i8")}
+
+
+def first(inputs):
+    """The number that each text begins with; waits for `IMPORTED` where a text has v."""
+    texts = inputs["text"].to_list()
+    if any(b"v" in text for text in texts):
+        IMPORTED.wait(60)
+    return {"item": np.array([int(text[:1]) for text in texts])}
+
+
+def second(inputs):
+    """The second number of each text; refuses x, fails for bug, and waits for `RELEASED` where a text has w."""
+    texts = inputs["text"].to_list()
+    SEEN.append([text.decode() for text in texts])
+    if any(b"x" in text for text in texts):
+        raise hps.InvalidInputError("got an x")
+    if any(b"bug" in text for text in texts):
+        raise KeyError("a bug")
+    if any(b"w" in text for text in texts):
+        RELEASED.wait(60)
+    return {"item": np.array([int(text[1:2]) for text in texts])}

@@ -60,8 +60,12 @@ class Engine:
         tables = [TableSpec(name, "item", dim, 0.0, 10_000) for dim in dims]
         return self.loop_state.add(tables, None), tables
 
-    def publish(self, *, blocked="", settings=SETTINGS, rollouts=None, **models):
-        """Write the page: of each model its (deployment_id, tables), or those of several versions, of which 1 serves."""
+    def publish(self, *, blocked="", settings=SETTINGS, rollouts=None, transforms=None, serving="1", **models):
+        """Write the page: of each model its (deployment_id, tables), or those of several versions, of which 1 serves.
+
+        Args:
+            transforms: of the versions of model m, by number.
+        """
         configuration = configuration_of(settings)
         page = {
             "models": {
@@ -71,12 +75,13 @@ class Engine:
                         "keys_per_sample": 1,
                         "deployment_ids": [[0, deployment_id]],
                         "lost": [],
+                        "transform": (transforms or {}).get(version) if name == "m" else None,
                     }
                     for version, (deployment_id, tables) in (found if isinstance(found, dict) else {"1": found}).items()
                 }
                 for name, found in models.items()
             },
-            "serving": dict.fromkeys(models, "1"),
+            "serving": {name: serving if name == "m" else "1" for name in models},
             "reasons": {},
             "rollouts": rollouts or {},
             "blocked": blocked,

@@ -51,7 +51,7 @@ class Comparisons:
 
     def add(self, rollout: FrontendRollout, lookup: Lookup) -> None:
         """Queue an answered request, before its requester has its slot."""
-        size = self._exchange.slots.size_of(lookup.slot) + len(lookup.body)
+        size = self._exchange.slots.size_of(lookup.slot) + len(lookup.body) + len(lookup.raw)
         full = len(self._queue) >= rollout.queue_requests or self._bytes + size > rollout.queue_bytes
         if full or self._exchange.slots.crowded:
             rollout.counts.compared.dropped += 1
@@ -82,16 +82,16 @@ class Comparisons:
             self._began = now
             compared = self._current = self._queue.popleft()
             try:
-                compared.second = self._read(compared)
-                self._post(compared, compared.second)
+                lookup = compared.second = self._read(compared)
+                if lookup.plan is None:
+                    if self._exchange.transforms.starts(lookup):
+                        return
+                    decode(lookup, self._exchange.settings.max_keys_per_request)
             except Exception as error:  # noqa: BLE001 - no client waits for it
-                if not isinstance(error, HPSError):
-                    _log.error("comparing a request failed unexpectedly", exc_info=error)
-                if compared.second is None:
-                    self._fail(compared)
-                else:  # there is no room, or no engine
-                    self._exchange.disown(compared.second)
-                    self._end(compared, failed=True)
+                _report(error)
+                self._fail(compared)
+            else:
+                self.retry_slot()
 
     def _resume(self) -> None:
         self._waits = False
@@ -107,14 +107,14 @@ class Comparisons:
         lookup = Lookup(self, target, served, version.uncounted(), first.text)
         most = exchange.settings.max_keys_per_request
         if (plan := first.plan) is not None:
-            lookup.plan = read_cached(first.text, None, version.tables, most).plan
+            if version.tables.transform is None:
+                lookup.plan = read_cached(first.text, None, version.tables, most).plan
             if lookup.plan is None:
                 keys = exchange.region.view[compared.slot + plan.keys_at : compared.slot + plan.keys_at + plan.keys_bytes]
                 lookup.body, lookup.json_bytes = first.text + bytes(keys), len(first.text)
         else:
             lookup.body, lookup.json_bytes = first.body, first.json_bytes
-        if lookup.plan is None:
-            decode(lookup, most)
+            lookup.transform, lookup.raw, lookup.raw_json_bytes = first.transform, first.raw, first.raw_json_bytes
         return lookup
 
     def _post(self, compared: "_Compared", lookup: Lookup) -> None:
@@ -153,7 +153,16 @@ class Comparisons:
     # -- `pending.Requester`, called by the exchange ----------------------------------------------------------------------
 
     def retry_slot(self) -> None:
-        """Do nothing: a comparison waits for no slot."""
+        """Post the request under way, which has been decoded."""
+        compared = self._current
+        if compared is None or (lookup := compared.second) is None:
+            return
+        try:
+            self._post(compared, lookup)
+        except Exception as error:  # noqa: BLE001 - no client waits for it; there is no room, or no engine
+            _report(error)
+            self._exchange.disown(lookup)
+            self._end(compared, failed=True)
 
     def reserve_bytes(self, size: int, what: str = "") -> None:
         """Do nothing: the queue is bounded."""
@@ -203,6 +212,11 @@ class _Compared:
     def __init__(self, rollout: FrontendRollout, lookup: Lookup, slot: int, size: int) -> None:
         self.rollout, self.lookup, self.slot, self.size = rollout, lookup, slot, size
         self.second: Lookup | None = None
+
+
+def _report(error: Exception) -> None:
+    if not isinstance(error, HPSError):
+        _log.error("comparing a request failed unexpectedly", exc_info=error)
 
 
 def _layout(lookup: Lookup) -> Plan | Placed | PlacedScores:

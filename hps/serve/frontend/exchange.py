@@ -8,6 +8,7 @@ import secrets
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from hps.serve.frontend.comparisons import Comparisons
 from hps.serve.frontend.pending import Lookup, Requester, decode
 from hps.serve.frontend.published import Published
 from hps.serve.frontend.shared_memory import Segments
+from hps.serve.frontend.transforming import TransformRuns
 from hps.serve.http.http_answer import OverloadedError, RequestError, status_of
 from hps.serve.logs.lines import fields
 from hps.serve.logs.lookup_report import report_of
@@ -149,6 +151,7 @@ class EngineExchange:
         self.pending: dict[int, Lookup] = {}  # posted lookups, by slot
         self._waiting: deque[tuple[Lookup, Requester]] = deque()
         self.comparisons = Comparisons(self)
+        self.transforms = TransformRuns(self)
         self._shared_slots: set[int] = set()  # with two users: the requester that sends the answer, and a comparison
         self._found = np.zeros(RING, np.int64)
         self._tail = 0
@@ -167,6 +170,7 @@ class EngineExchange:
         self._arm()
 
     def close(self) -> None:
+        self.transforms.close()
         self._loop.remove_reader(self._event)
 
     def poll(self, now: float) -> None:
@@ -176,15 +180,15 @@ class EngineExchange:
         for lookup in list(self.pending.values()):
             rollout = lookup.version.rollout
             tried = self._connected and rollout is not None and lookup.version is rollout.new
-            if tried and clock - 1e-9 * lookup.posted_ns > limit / 2 and self._falls_back(lookup, 504):
+            if tried and clock - 1e-9 * lookup.posted_ns > limit / 2 and self.falls_back(lookup, 504):
                 lookup.version.counts.failed(lookup.began_ns)
                 # The slot stays the engine's until it is completed.
                 self.pending[lookup.slot] = replace(lookup, requester=None)
-                self._repeat(lookup)
+                self.repeat(lookup)
             elif lookup.due < clock and (requester := lookup.requester) is not None:
                 lookup.version.counts.failed(lookup.began_ns)
                 if self._connected:  # else the engine is gone, which is no version's failure
-                    self._falls_back(lookup, 504)
+                    self.falls_back(lookup, 504)
                 requester.refuse(RequestError(504, f"the lookup did not end within {limit:g} s (service.request_timeout_s)"))
         while self._waiting and self._waiting[0][0].slot_due < now:
             lookup, requester = self._waiting.popleft()
@@ -434,10 +438,10 @@ class EngineExchange:
             return
         if status == FAILED:
             error = self._failure(lookup)
-            if lookup.version.rollout is None or not self._falls_back(lookup, status_of(error)):
+            if lookup.version.rollout is None or not self.falls_back(lookup, status_of(error)):
                 raise error
             self.release(slot)
-            self._repeat(lookup)
+            self.repeat(lookup)
             return
         raise HPSError(f"the engine refused a descriptor (status {status})")
 
@@ -488,7 +492,7 @@ class EngineExchange:
         slot, lookup.slot = lookup.slot, -1
         requester.encoded(lookup, slot, deferred, answer)
 
-    def _falls_back(self, lookup: Lookup, status: int) -> bool:
+    def falls_back(self, lookup: Lookup, status: int) -> bool:
         """Count the failure of a version of a rollout; return True if the serving version shall answer the lookup instead."""
         rollout = lookup.version.rollout
         if rollout is None or lookup.requester in (None, self.comparisons) or lookup.target.version is not None:
@@ -501,10 +505,14 @@ class EngineExchange:
             lookup.body, lookup.json_bytes = lookup.text + bytes(self.keys_of(lookup)), len(lookup.text)
         lookup.plan, lookup.slot = None, -1
 
-    def _repeat(self, lookup: Lookup) -> None:
-        """Let the serving version answer a lookup that the new version of a canary did not."""
+    def repeat(self, lookup: Lookup, then: Callable[[Lookup], None] | None = None) -> None:
+        """Let the serving version answer a lookup that the new version of a canary did not.
+
+        Args:
+            then: as of `TransformRuns.starts`.
+        """
         self._take_body(lookup)
-        self._retry(lookup)
+        self._retry(lookup, then)
 
     def _retry_retired(self, lookup: Lookup) -> None:
         """Retry a lookup of a retired deployment: another version may serve now."""
@@ -520,17 +528,18 @@ class EngineExchange:
             raise NotReadyError(f"model {lookup.target.model_name!r} is not ready: it was undeployed")
         self._retry(lookup)
 
-    def _retry(self, lookup: Lookup) -> None:
+    def _retry(self, lookup: Lookup, then: Callable[[Lookup], None] | None = None) -> None:
         requester = lookup.requester
         if requester is None:
             return
         try:
             lookup.version = self._published.version_of(lookup.target, lookup.served)
-            if (of := lookup.transform) is not None:
-                transform = lookup.version.tables.transform
-                if transform is None or transform.config != of:
-                    raise NotReadyError("the model's transform was changed while the request was answered; send it again")
+            if self.transforms.starts(lookup, then):
+                requester.wait_with(lookup.body)
+                return
             decode(lookup, self.settings.max_keys_per_request)
+            if then is not None:
+                then(lookup)
             if self.take_slot(lookup):
                 self.post(lookup)
             else:

@@ -30,7 +30,6 @@ from hps.serve.frontend.proxy import EngineConnections
 from hps.serve.frontend.published import FrontendVersion, LookupTarget, Published
 from hps.serve.frontend.shared_memory import MARK, SharedTensors, shared_tensors
 from hps.serve.frontend.tls import TLS
-from hps.serve.frontend.transforming import TransformRuns
 from hps.serve.http.authorization import CERTIFICATE, Authorization
 from hps.serve.http.http_answer import (
     JSON,
@@ -48,11 +47,9 @@ from hps.serve.http.targets import row_target
 from hps.serve.logs.lines import configure_logging
 from hps.serve.logs.requests import POLLED, RequestLog, Served, new_ids, request_id
 from hps.serve.logs.spans import spans_of
-from hps.serve.protocol.json_size import SMALL_JSON_BYTES, parsed_bytes
+from hps.serve.protocol.json_size import SMALL_JSON_BYTES
 from hps.serve.protocol.open_inference import parse_header_length
 from hps.serve.protocol.open_inference_header import CACHED_BYTES
-from hps.serve.protocol.transformed import read_raw
-from hps.tensors.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +57,7 @@ _TICK_S: Final = 0.5
 _FIGURES_S: Final = 0.2
 _STOP_S: Final = 10.0
 _STOP_TICK_S: Final = 0.02
+_IMPORTS_S: Final = 60.0  # for modules of transforms, before a process that replaces another one serves other models
 _HEAPS: Final = 2  # one thread serves
 _MOST_ROLLOUTS: Final = 32  # whose counts fit in the figures
 BACKLOG: Final = 2048
@@ -119,7 +117,6 @@ class Frontend:
         settings = self.settings = configuration.service
         self.published = Published(Memory(shared.snapshot, writable=False), self._apply)
         self.exchange = EngineExchange(number, shared, self.published, settings, spins=spins)
-        self.transforms = TransformRuns(self._decode)
         self.draining = False  # each answer tells its client to reconnect
         self.refusals = Refusals()
         self.memory = MemoryBudget(settings.max_held_bytes)
@@ -314,30 +311,13 @@ class Frontend:
             except HPSError:
                 version.counts.failed(lookup.began_ns)
                 raise
-        if version.tables.transform is None or target.is_json or not self._transforms(lookup, version.tables.transform):
-            self._decode(lookup)
+        if not self.exchange.transforms.starts(lookup, self._take_keys):
+            decode(lookup, self.settings.max_keys_per_request)
+            self._take_keys(lookup)
         return lookup
 
-    def _decode(self, lookup: Lookup) -> None:
-        decode(lookup, self.settings.max_keys_per_request)
+    def _take_keys(self, lookup: Lookup) -> None:
         self.authorization.take_keys(lookup.served.identity, lookup.placed.keys if lookup.placed is not None else 0)
-
-    def _transforms(self, lookup: Lookup, transform: Transform) -> bool:
-        """Start the transform of a lookup, which then goes on by itself; return False if it has keys already."""
-        most, body, requester = self.settings.max_keys_per_request, lookup.body, lookup.requester
-        try:
-            if len(body) > SMALL_JSON_BYTES and requester is not None:
-                size = parsed_bytes(memoryview(body)[: lookup.json_bytes], most)
-                requester.reserve_bytes(2 * len(body) + size, "parsing the request")
-            request = read_raw(body, lookup.json_bytes, transform, most)
-            if request is None:
-                return False
-            lookup.transform = transform.config
-            self.transforms.start(lookup, request, transform)
-        except HPSError:
-            lookup.version.counts.failed(lookup.began_ns)
-            raise
-        return True
 
     def shared_tensors(
         self, target: LookupTarget, body: bytes | bytearray, length: bytes | None, client: str, headers: Mapping[bytes, bytes]
@@ -362,7 +342,8 @@ class Frontend:
         # reports the reason and its progress, which is more than could be said here.
         if path.startswith("/v2/") and path.endswith("/ready"):
             self.published.poll()
-            if not self.published.blocked and (reason := self.exchange.unready_reason()):
+            unready = self.exchange.unready_reason, self.published.unready_reason
+            if not self.published.blocked and (reason := next(filter(None, (reason() for reason in unready)), "")):
                 raise NotReadyError(reason)
 
     def error_answer(self, error: Exception, client: str, head: Head | None, served: Served) -> HTTPAnswer:
@@ -503,6 +484,9 @@ class Frontend:
         self.exchange.start(loop)
         self.published.poll()
         # It listens only now, when its event loop runs and the models are known: no accepted connection waits for that.
+        due = time.monotonic() + _IMPORTS_S
+        while self.published.importing() and time.monotonic() < due:
+            await asyncio.sleep(_STOP_TICK_S)
         self._servers = [(listener, await loop.create_server(lambda: self._connect(self), sock=listener, backlog=BACKLOG))]
         if self.grpc is not None:
             await self.grpc.start()
@@ -541,7 +525,6 @@ class Frontend:
             connection.transport.abort()
         for tick in self._ticks.values():
             tick.cancel()
-        self.transforms.close()
         self.exchange.close()
         self.engine.close()
         self.publish()

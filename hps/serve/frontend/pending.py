@@ -63,7 +63,9 @@ class Lookup:
     due: float = 0.0
     slot_due: float = 0.0
     shared: SharedTensors | None = None
-    transform: TransformConfig | None = None  # of which `body` is an output
+    transform: TransformConfig | None = None  # of which `body` is an output; `raw` is what the client sent
+    raw: bytes | bytearray = b""
+    raw_json_bytes: int | None = None
 
 
 def decode(lookup: Lookup, most_keys: int) -> None:
@@ -91,7 +93,7 @@ def decode(lookup: Lookup, most_keys: int) -> None:
     lookup.device = request.device_id
     lookup.placed = Placed(request, lookup.traced) if scores is None else request
     if lookup.requester is not None:
-        lookup.requester.reserve_bytes(len(body) + request.held_bytes, "answering the request")
+        lookup.requester.reserve_bytes(len(lookup.raw) + len(body) + request.held_bytes, "answering the request")
 
 
 def _scores(lookup: Lookup, most_keys: int) -> ScoreBody | None:

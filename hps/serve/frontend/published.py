@@ -8,6 +8,7 @@ from hps.configuration.networks import DenseConfig
 from hps.configuration.transforms import TransformConfig
 from hps.errors import HPSError, NotReadyError, UnknownDeviceError, UnknownModelError, UnknownVersionError
 from hps.ground.memory.bounded_cache import clear_caches
+from hps.ground.threads.workers import new_thread
 from hps.regions import layout
 from hps.regions.layout import Memory
 from hps.scoring.signature import Output, signature_of
@@ -66,6 +67,12 @@ class FrontendVersion:
         """Exclude lost devices from the turns, unless there are no others."""
         self.devices = tuple(device for device in self.deployment_ids if device not in lost) or tuple(self.deployment_ids)
 
+    @property
+    def ready(self) -> bool:
+        """Whether this process has imported its transform, if it has one."""
+        transform = self.tables.transform
+        return transform is None or transform.loaded
+
     def uncounted(self) -> "FrontendVersion":
         """Return it for requests whose answers no client gets: they have counts of their own."""
         version = FrontendVersion(self.tables, self.deployment_ids, InferenceCounts(), rollout=self.rollout)
@@ -102,6 +109,7 @@ class Published:
         self.version = -1  # of the snapshot that was read last
         self.blocked = "the service is starting"  # why no lookups are answered; empty if some are
         self.counts: dict[str, InferenceCounts] = {}  # for Triton's statistics, by `counted_as`
+        self._complete = False  # once no transform was being imported
         self._models: dict[str, dict[str, FrontendVersion]] = {}
         self._serving: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
@@ -132,7 +140,7 @@ class Published:
                     network = _network(name, published["network"], tables) if published.get("network") else None
                     try:
                         transform = _transform(name, published.get("transform"))
-                    except (HPSError, ValueError) as error:  # this process cannot import what the engine can
+                    except (HPSError, ValueError) as error:  # this process does not know what the engine does
                         self._reasons[name] = str(error)
                         continue
                     known = ModelTables(name, tables, number, published["keys_per_sample"], network, transform)
@@ -158,13 +166,18 @@ class Published:
         counts.add(values)
 
     def _apply_rollouts(self, found: dict[str, Any], models: dict[str, dict[str, FrontendVersion]]) -> None:
-        for version in (version for versions in models.values() for version in versions.values()):
-            version.rollout = None
+        for rollout in self._rollouts.values():
+            rollout.ended = True
+        for name, versions in models.items():
+            for number, version in versions.items():
+                # The serving version still answers what the new one of an ended rollout fails.
+                if version.rollout is not None and (version is version.rollout.old or number == self._serving.get(name)):
+                    version.rollout = None
         self._rollouts = {}
         for name, published in found.items():
             identity, versions = published["id"], models.get(name, {})
             old, new = versions.get(published["serving"]), versions.get(published["version"])
-            if old is None or new is None:  # this process cannot import its transform
+            if old is None or new is None:  # this process does not know its transform
                 continue
             known, counts = self.rollout_counts.get(name, ("", RolloutCounts()))
             if known != identity:
@@ -172,6 +185,20 @@ class Published:
             self.rollout_counts[name] = identity, counts
             old.rollout = new.rollout = self._rollouts[name] = FrontendRollout(name, published, old, new, counts)
         self.rollout_counts = {name: counted for name, counted in self.rollout_counts.items() if name in models or self.blocked}
+
+    def importing(self) -> list[str]:
+        """Return the models with a transform that is being imported."""
+        return [
+            name
+            for name, versions in self._models.items()
+            if any((of := version.tables.transform) is not None and of.importing for version in versions.values())
+        ]
+
+    def unready_reason(self) -> str:
+        """Return which transforms are being imported; empty as soon as once none was: others serve while a later one is."""
+        importing = [] if self._complete else self.importing()
+        self._complete = not importing
+        return f"the transform of model {importing[0]!r} is being imported" if importing else ""
 
     def version_of(self, target: LookupTarget, served: Served | None = None) -> FrontendVersion:
         """Return the version that answers a lookup.
@@ -206,7 +233,10 @@ class Published:
 def _transform(model: str, published: dict[str, Any] | None) -> Transform | None:
     if published is None:
         return None
-    return Transform(TransformConfig.model_validate(published), model, trusted=True)  # else the engine had refused it
+    transform = Transform(TransformConfig.model_validate(published), model, trusted=True, imports=False)
+    # A module may take minutes to import, which would delay all clients of this event loop.
+    new_thread(f"transform-{model}", transform.load, lasting=False).start()
+    return transform
 
 
 def _network(model: str, published: dict[str, Any], tables: Sequence[TableSpec]) -> PublishedNetwork:

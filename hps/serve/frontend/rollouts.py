@@ -23,6 +23,7 @@ class FrontendRollout:
 
     Attributes:
         old, new: the serving and the new version.
+        ended: it counts nothing any more; the serving version still answers what the new one fails.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class FrontendRollout:
         self.id: str = published["id"]
         self.counts = counts
         self.old, self.new = old, new
+        self.ended = False
         self.queue_requests: int = published["queue_requests"]
         self.queue_bytes: int = published["queue_bytes"]
         self._header: bytes = published["header"].encode()
@@ -46,7 +48,8 @@ class FrontendRollout:
 
     def version_of(self, served: Served) -> "FrontendVersion":
         """Return the version that answers a request which names none."""
-        return self.new if not (self._shadows or served.falls_back) and self._takes(served) else self.old
+        selected = not (self._shadows or served.falls_back) and self._takes(served)
+        return self.new if selected and self.new.ready else self.old
 
     def answered(self, lookup: "Lookup", ns: int, work_ns: int) -> bool:
         """Count an answered request; return True if the other version shall answer it, too.
@@ -55,18 +58,20 @@ class FrontendRollout:
             ns: time from its hand-over to the engine to its answer. A shadow has none to compare: it is handed over late.
             work_ns: time in the engine.
         """
+        if self.ended:
+            return False
         served, is_new = lookup.served, lookup.version is self.new
         (self.counts.new if is_new else self.counts.old).succeeded(work_ns if self._shadows else ns, work_ns)
         if served.falls_back:
             if served.falls_back < _SERVER_ERROR:  # the client's request was right: the new version alone refused it
                 self.counts.new.errors += 1
             return False
-        return self._compares and (is_new if not self._shadows else not is_new and self._takes(served))
+        return self._compares and self.new.ready and (is_new if not self._shadows else not is_new and self._takes(served))
 
     def failed(self, lookup: "Lookup", status: int) -> bool:
         """Count a failed request; return True if the serving version shall answer it instead."""
         if lookup.version is self.new:
-            self.counts.new.errors += status >= _SERVER_ERROR
+            self.counts.new.errors += status >= _SERVER_ERROR and not self.ended
             lookup.served.falls_back = status
             return True
         self.counts.old.errors += status >= _SERVER_ERROR

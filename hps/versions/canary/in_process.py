@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -118,7 +119,8 @@ class RoutedCalls:
             inputs = read(deployment)
             found = score(deployment, inputs)
         if (other := self._compared_with(rollout, deployment)) is not None:
-            self._compare_scores(rollout, other, inputs, found, score)
+            alike = other.config.transform == deployment.config.transform
+            self._compare_scores(rollout, other, inputs, found, score, None if alike else read)
         return found
 
     def close(self) -> None:
@@ -177,9 +179,23 @@ class RoutedCalls:
 
         self._compare_later(rollout, other, arrays, dict(enumerate(batch.outs)), copy)
 
-    def _compare_scores(self, rollout: LiveRollout, other: Deployment, inputs: Inputs, found: Scores, score: Score) -> None:
+    def _compare_scores(
+        self,
+        rollout: LiveRollout,
+        other: Deployment,
+        inputs: Inputs,
+        found: Scores,
+        score: Score,
+        read: Callable[[Deployment], Inputs] | None,
+    ) -> None:
+        """Let the other version score a request; `read` is set if its transform makes other inputs of it."""
+
         def copy() -> Callable[[], Answers]:
-            copied = {name: np.array(array) for name, array in inputs.items()}
+            try:
+                given = inputs if read is None else read(other)
+            except HPSError as error:
+                return partial(_fail, error)
+            copied = {name: np.array(array) for name, array in given.items()}
             return lambda: score(other, copied, counted=False).outputs
 
         self._compare_later(rollout, other, [*inputs.values(), *found.outputs.values()], found.outputs, copy)
@@ -239,6 +255,10 @@ class RoutedCalls:
             if shadow:
                 rollout.counts.new.succeeded(taken, taken)
             rollout.counts.compared.compare(*([of[name] for name in sorted(of)] for of in (old, new)))
+
+
+def _fail(error: HPSError) -> Answers:
+    raise error
 
 
 def _layout(deployment: Deployment) -> list[tuple[str, int]]:

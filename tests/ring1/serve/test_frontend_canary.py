@@ -13,7 +13,7 @@ from hps.types import TableSpec
 from tests.fakes.clock import Clock
 from tests.servers.front_service import DIM, vectors_of
 from tests.servers.on_loop import beside
-from tests.servers.played_front import SETTINGS, json_request, playing, request
+from tests.servers.played_front import LARGE, SETTINGS, json_request, playing, request
 
 LIMIT_S = SETTINGS["request_timeout_s"]
 
@@ -33,6 +33,10 @@ def published(mode="canary", **more):
         "id": "a", "mode": mode, "version": "2", "serving": "1", "share": 1.0, "header": "x-user-id", "compare": False,
         "queue_requests": 64, "queue_bytes": 1 << 20, **more,
     }  # fmt: skip
+
+
+def failure(status):
+    return json.dumps({"status": status, "message": "no", "reason": ""}).encode()
 
 
 async def known(front):
@@ -112,6 +116,7 @@ async def test_a_difference_is_of_the_new_versions_numbers_from_the_serving_ones
     assert await client.status() == 200
     await wait_until_async(lambda: counts_of(front).compared.requests == 1, "it is compared")
     assert counts_of(front).compared.difference == 1.0
+    assert sum(counts.successes for counts in front.published.counts.values()) == 1, "one client has got an answer"
     assert (counts_of(front).new.answered, counts_of(front).old.answered) == ((1, 0) if mode == "canary" else (1, 1))
 
 
@@ -125,6 +130,56 @@ async def test_a_request_for_a_version_by_its_number_is_neither_counted_nor_comp
         await client.checked([5])
     assert engine.loop_state.next_request() is None
     assert counts_of(front).old.requests == counts_of(front).new.requests == 0
+
+
+@beside(playing)
+async def test_a_version_that_a_request_names_fails_for_itself_and_counts_nothing(scene, front, engine, /):
+    ids, client = await begin(front, engine), await scene.connect()
+    head, body = request([5])
+    client.send(head.replace(b"/infer", b"/versions/2/infer"), body)
+    engine.complete(await job_of(engine, ids["2"]), FAILED, failure(500))
+    assert await client.status() == 500
+    assert counts_of(front).new.requests == counts_of(front).old.requests == 0
+
+
+@beside(playing)
+async def test_a_request_that_the_serving_version_keeps_is_its_error(scene, front, engine, /, monkeypatch):
+    clock = clock_of(monkeypatch)
+    ids, client = await begin(front, engine, "shadow"), await scene.connect()
+    client.send(*request([5]))
+    kept = await job_of(engine, ids["1"])
+    clock.now += LIMIT_S * 1.01
+    assert await client.status() == 504
+    assert (counts_of(front).old.errors, counts_of(front).new.errors) == (1, 0)
+    engine.complete(kept)
+    await wait_until_async(lambda: front.exchange.slots.used == 0, "its slot is free")
+
+
+@beside(playing)
+async def test_a_request_that_finds_no_slot_takes_that_of_what_waits_to_be_compared(scene, front, engine, /):
+    ids, client = await begin(front, engine, "shadow"), await scene.connect()
+    client.send(*request([0]))
+    engine.complete(await job_of(engine, ids["1"]))
+    await client.checked([0])
+    compared = await job_of(engine, ids["2"])
+    while not counts_of(front).compared.dropped:  # half of the slab is taken
+        client.send(*request([5]))
+        engine.complete(await job_of(engine, ids["1"]))
+        await client.checked([5])
+    assert front.exchange.comparisons._queue
+    keys, clients = list(range(2 * LARGE)), [await scene.connect() for _ in range(3)]
+    jobs = []
+    for large in clients:  # a quarter each
+        large.send(*request(keys))
+        jobs.append(await job_of(engine, ids["1"]))
+    for large, job in zip(clients, jobs, strict=True):
+        engine.complete(job)
+        await large.checked(keys)
+    engine.complete(compared)
+    while front.exchange.comparisons._current or front.exchange.comparisons._queue:
+        engine.complete(await job_of(engine, ids["2"]))
+        await wait_until_async(lambda: not front.exchange.pending, "it is compared")
+    assert (front.exchange.slots.used, front.exchange.comparisons._bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("retires", [True, False])
@@ -180,7 +235,7 @@ async def test_a_comparison_that_the_new_version_keeps_is_its_error_after_a_quar
     await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
 
 
-@pytest.mark.parametrize(("how", "errors"), [("cannot read it", 1), ("fails", 1), ("is retired", 0)])
+@pytest.mark.parametrize(("how", "errors"), [("cannot read it", 1), (400, 1), (500, 1), ("is retired", 0)])
 @beside(playing)
 async def test_a_request_that_only_the_serving_version_answers_is_an_error_of_the_shadow(scene, front, engine, /, how, errors):
     other = [TableSpec("m", "other", DIM, 0.0, 10_000)]
@@ -191,11 +246,10 @@ async def test_a_request_that_only_the_serving_version_answers_is_an_error_of_th
     await client.checked([5])
     if how == "is retired":
         engine.complete(await job_of(engine, ids["2"]), RETIRED)
-    if how == "fails":
-        failure = json.dumps({"status": 400, "message": "no", "reason": ""}).encode()
-        engine.complete(await job_of(engine, ids["2"]), FAILED, failure)
+    if isinstance(how, int):
+        engine.complete(await job_of(engine, ids["2"]), FAILED, failure(how))
     await wait_until_async(lambda: counts_of(front).compared.failed, "it was tried")
-    assert (counts_of(front).new.errors, counts_of(front).old.answered) == (errors, 1)
+    assert (counts_of(front).new.errors, counts_of(front).old.answered, counts_of(front).old.errors) == (errors, 1, 0)
     await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
 
 
@@ -259,6 +313,51 @@ async def test_a_rollout_that_has_ended_counts_and_compares_nothing(scene, front
     await client.checked([5])
     assert engine.loop_state.next_request() is None
     assert counts_of(front).old.requests == 0
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+@pytest.mark.parametrize("versions", ["12", "1"])
+@beside(playing)
+async def test_a_request_that_the_new_version_fails_after_its_canary_has_ended_is_the_serving_ones(
+    scene, front, engine, /, monkeypatch, how, versions
+):
+    """Those under way when a canary ends are the ones that a version fails that has ended it."""
+    clock = clock_of(monkeypatch)
+    deployed = {version: engine.deploy() for version in "12"}
+    engine.publish(m=deployed, rollouts={"m": published(compare=True)})
+    await known(front)
+    counts, client, other = counts_of(front), await scene.connect(), await scene.connect()
+    client.send(*request([5]))
+    job = await job_of(engine, deployed["2"][0])
+    other.send(*request([6]))
+    answered = await job_of(engine, deployed["2"][0])
+    for _ in range(2):
+        engine.publish(m={version: deployed[version] for version in versions})
+        await known(front)
+    engine.complete(answered)
+    await other.checked([6])
+    if how == "fails":
+        engine.complete(job, FAILED, failure(500))
+    else:
+        clock.now += LIMIT_S * 0.51
+    engine.complete(await job_of(engine, deployed["1"][0]))
+    await client.checked([5])
+    assert engine.loop_state.next_request() is None, "nothing is compared"
+    assert (counts.new.requests, counts.old.requests) == (0, 0)
+
+
+@beside(playing)
+async def test_a_promoted_version_answers_for_itself(scene, front, engine, /):
+    deployed = {version: engine.deploy() for version in "12"}
+    engine.publish(m=deployed, rollouts={"m": published()})
+    await known(front)
+    client = await scene.connect()
+    client.send(*request([5]))
+    job = await job_of(engine, deployed["2"][0])
+    engine.publish(m=deployed, serving="2")
+    await known(front)
+    engine.complete(job, FAILED, failure(500))
+    assert await client.status() == 500
 
 
 @beside(playing)

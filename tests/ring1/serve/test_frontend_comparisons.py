@@ -17,6 +17,7 @@ from hps.serve.http.http_metrics import InferenceCounts
 from hps.serve.logs.requests import Served
 from hps.serve.protocol.request_checks import ModelTables
 from hps.versions.canary.counts import RolloutCounts
+from hps.versions.canary.plan import Selection
 
 KIB = 1 << 10
 
@@ -92,6 +93,29 @@ def test_the_queue_is_bounded_in_number_and_bytes_and_drops_are_counted(requests
     assert comparisons.drop_all()
     assert not comparisons.drop_all()
     assert (exchange.slots.used, rollout.counts.compared.dropped) == (0, 8)
+    again = answered(exchange, rollout)
+    comparisons.add(rollout, again)
+    assert rollout.counts.compared.dropped == 8, "what was dropped has left its place"
+
+
+def test_the_bodies_that_wait_count_with_their_slots() -> None:
+    exchange, rollout = Exchange(1 << 20), rollout_of(64, 10 * KIB)
+    comparisons = Comparisons(exchange, Loop)  # type: ignore[arg-type]
+    for number, field in enumerate(("body", "raw", "body")):
+        lookup = answered(exchange, rollout)
+        setattr(lookup, field, bytes(2 * KIB if number < 2 else KIB))
+        comparisons.add(rollout, lookup)
+        assert rollout.counts.compared.dropped == min(number, 1) * number
+
+
+def test_a_shadow_counts_times_in_the_engine_and_compares_its_share() -> None:
+    rollout = rollout_of()
+    lookup = Lookup(None, LookupTarget("/v1/models/{model}/lookup", "m"), Served(), rollout.old, b"")
+    lookup.served.id = b"id"
+    assert rollout.answered(lookup, 1_000_000, 1000)
+    assert rollout.counts.old.times.total_ns == 1000, "a shadow's requests are handed over late"
+    rollout._selection = Selection("m", "2", 0.0)
+    assert not rollout.answered(lookup, 1_000_000, 1000)
 
 
 def test_a_crowded_slab_takes_none() -> None:

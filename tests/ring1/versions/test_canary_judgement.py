@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from hps.configuration.canary import CanaryConfig, CanaryStep
-from hps.versions.canary.counts import Comparison, RolloutCounts, VersionCounts
+from hps.versions.canary.counts import BOUNDS, Comparison, RolloutCounts, VersionCounts, _sample, slower_than
 from hps.versions.canary.judgement import Window, broken_bound, is_step_done
-from hps.versions.canary.plan import Selection
+from hps.versions.canary.plan import RolloutPlan, Selection
 
 MS = 1_000_000
 CONFIG = CanaryConfig(max_difference=0.1)
@@ -42,6 +42,7 @@ def counts_of(
         (counts_of(new=(50, 0, 1.5)), ""),
         (counts_of(new=(50, 0, 4.0)), "p99"),
         (counts_of(old=(1000, 0, 0.02), new=(50, 0, 0.2)), ""),  # below a millisecond is noise
+        (counts_of(old=(0, 0, 1.0), new=(50, 0, 50.0)), ""),  # a canary of all requests has nothing to compare with
         (counts_of(new=(50, 0, 20.0), queued_ms=500.0), "p99"),  # both wait for the threads that the new one occupies
     ],
 )
@@ -75,6 +76,48 @@ def test_answers_that_differ_by_more_than_the_bound_break_it(factor: float, requ
     for _ in range(requests):
         counts.compared.compare([old], [(old * factor).astype(np.float32)])
     assert broken_bound([Window(5.0, counts)], "8", "7", CONFIG).startswith(broken)
+
+
+def test_the_share_of_broken_answers_is_of_those_that_were_compared() -> None:
+    counts, old = counts_of(new=(10_000, 0, 1.0)), np.ones(3)
+    for _ in range(5):
+        counts.compared.compare([old], [old * np.inf])
+    assert broken_bound([Window(5.0, counts)], "8", "7", CONFIG).startswith("error rate of version 8 is 100.0%")
+
+
+def test_what_the_serving_version_has_no_number_for_is_no_error_of_the_new_one() -> None:
+    compared = Comparison()
+    for new in (1.0, np.nan, np.inf):
+        compared.compare([np.array([np.nan, 1.0])], [np.array([new, 1.0])])
+    assert (compared.nonfinite, compared.different) == (0, 3)
+
+
+def test_a_difference_in_one_number_of_many_is_seen_though_a_sample_is_compared() -> None:
+    for size in (1024, 1025, 2047, 100_000):
+        assert 512 <= _sample(np.zeros((size, 1))).size <= 1024
+    old = np.zeros(3000)
+    new = old.copy()
+    new[1] = 1.0
+    compared = Comparison()
+    compared.compare([old], [new])
+    assert (compared.identical, compared.different, compared.largest) == (0, 1, 0.0)
+
+
+@pytest.mark.parametrize("work", [True, False])
+def test_a_request_is_slower_than_a_limit_if_its_bucket_begins_there(work: bool) -> None:
+    counts, place = VersionCounts(), 12
+    for ns, work_ns in ((BOUNDS[place], BOUNDS[place + 1]), (BOUNDS[place + 1], BOUNDS[place])):
+        counts.succeeded(int(1e9 * ns), int(1e9 * work_ns))
+    assert slower_than(counts, BOUNDS[place - 1], work=work) == 2
+    assert slower_than(counts, BOUNDS[place], work=work) == 1, "the other one lasted exactly that long"
+    assert slower_than(counts, BOUNDS[place] * 1.1, work=work) == 0, "the limit is within the bucket"
+    assert slower_than(counts, BOUNDS[-1] * 2, work=work) == 0
+
+
+def test_a_plan_ends_with_its_last_step() -> None:
+    steps = (CanaryStep(share=0.1, seconds=1), CanaryStep(share=0.5))
+    plan = RolloutPlan(mode="canary", version="8", steps=steps, config=CONFIG)
+    assert [plan.is_last(step) for step in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +171,10 @@ def test_counts_of_several_processes_add_up_and_go_through_json() -> None:
     assert both.compared.difference == pytest.approx(1 / 8)
     later = RolloutCounts.since(both.values(), one.values())
     assert (later.new.answered, later.compared.identical, later.compared.largest) == (4, 1, 1.0)
+    both.compared.failed, both.compared.dropped, both.compared.nonfinite = 3, 4, 5
+    both.new.succeeded(8 * MS, 2 * MS)
+    twice = RolloutCounts.total([both.values(), both.values()]).values()
+    assert twice == [*(2 * value for value in both.values()[:-1]), 1.0], "each count is added to its own"
     with pytest.raises(ValueError, match="counts of a rollout"):
         both.add([1.0] * 3)
     with pytest.raises(ValueError, match="counts of a rollout"):

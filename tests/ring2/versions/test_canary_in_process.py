@@ -12,6 +12,7 @@ import pytest
 import hps
 from hps.tensors.bags import Bags
 from hps.testing.waiting import PATIENCE_S, wait_until
+from tests.ring2.versions.test_checks_in_process import engine as engine  # fixture
 from tests.servers.running_service import document_of, model_of
 
 KEYS = np.arange(50, dtype=np.int64)
@@ -173,3 +174,44 @@ def test_what_the_caller_does_with_its_arrays_meanwhile_is_not_compared(
     [rollout] = server.rollouts.active.values()
     wait_until(lambda: rollout.counts.compared.requests == 1, "it is compared")
     assert (rollout.counts.compared.different, rollout.counts.compared.difference) == (1, 2.0)
+
+
+@pytest.mark.parametrize("asked", [{"canary": 1.0}, {"shadow": 1.0}])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_compared_score_is_of_the_keys_that_either_versions_transform_makes(
+    tmp_path: Path, engine: None, asked: dict[str, float], fails: bool
+) -> None:
+    home = tmp_path / "repository" / "ranker"
+    said = {"format": "arrays", "file": "dense.json", "inputs": {"item": {"table": "item"}}, "outputs": ["score"]}
+    rows = np.arange(10, dtype=np.float32)[:, None]
+
+    def write(version: int, function: str) -> None:
+        made = {"function": f"tests.fakes.transforms:{function}", "inputs": {"text": "bytes"}, "outputs": ["item"]}
+        hps.write_version(home / str(version), {"item": (KEYS[:10], rows)}, network=(said, b'{"factor": 1.0}'))
+        entry = model_of("ranker", ["item"], {"item": 1}, checks=False, transform=made)
+        (home / "model.json").write_text(json.dumps(entry))
+
+    write(1, "first")
+    document = document_of(persistent=tmp_path / "db", model_repository=str(home.parent), model_source={"trust": True})
+    with hps.HPS(document) as server:
+        write(2, "second")
+        server.catalog.scan()
+        server.deploy("ranker", options={"compare": True}, **asked)
+        text = "5x" if fails else "57"
+        with server.routed("somebody"):
+            for _ in range(2):
+                answered = server.score("ranker", {"text": [text]})
+                assert answered["score"].tolist() == [5.0 if fails or "shadow" in asked else 7.0]
+        if fails and "canary" in asked:
+            assert compared_of(server).requests == 0
+            return
+        wait_until(lambda: compared_of(server).requests + compared_of(server).failed == 2, "both are compared")
+        assert compared_of(server).failed == (2 if fails else 0)
+        assert compared_of(server).largest == (0.0 if fails else 2.0)
+        assert errors(server) == (2 if fails else 0, 0)
+
+
+def compared_of(server: hps.HPS) -> Any:
+    status = server.rollout("ranker")
+    assert status is not None
+    return status.counts.compared

@@ -1,16 +1,20 @@
 """What the checks of rows and scores measure, and where they draw the line."""
 
+from collections.abc import Generator
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 from hps.configuration.checks import ChecksConfig
 from hps.engine.refresh import Pace
-from hps.types import FloatArray
-from hps.versions.checks.report import CheckOutcome, CheckReport
-from hps.versions.checks.rows import LEAST_ROWS, RowPairs, RowSample, alignment, compare_rows
+from hps.types import FloatArray, KeyArray, TableSpec
+from hps.versions.checks.report import Bounds, CheckOutcome, CheckReport
+from hps.versions.checks.rows import LEAST_ROWS, RowPairs, RowSample, alignment, compare_rows, sample_rows
 
 PACE = Pace(1.0, lambda seconds: False)
 N = 1024
+TABLE = TableSpec("m", "item", 4, 0.0, 1)
 
 
 def rows_of(dim: int, seed: int = 1, count: int = N) -> FloatArray:
@@ -102,10 +106,57 @@ def test_bounds_of_cosines_and_of_changed_rows_are_a_users() -> None:
     assert result.text == "changed 0.25, expected at most 0.1"
 
 
-def test_rows_that_are_not_finite_are_left_to_their_own_check() -> None:
+@pytest.mark.parametrize("side", ["old", "new"])
+def test_rows_that_are_not_finite_are_left_to_their_own_check(side: str) -> None:
+    sides = {"old": rows_of(4), "new": rows_of(4)}
+    sides[side][::3, 1] = np.inf
+    assert {outcome.outcome for outcome in outcomes(sample(**sides)).values()} == {"passed"}
+
+
+def test_the_upper_quartile_of_norms_counts_by_itself() -> None:
     new = rows_of(4)
-    new[::3, 1] = np.inf
-    assert {outcome.outcome for outcome in outcomes(sample(rows_of(4), new)).values()} == {"passed"}
+    large = np.argsort(np.linalg.norm(new, axis=1))[-3 * N // 10 :]
+    new[large] *= 10
+    assert outcomes(sample(rows_of(4), new))["norms"].outcome == "failed"
+
+
+def test_a_figure_that_is_no_number_breaks_every_bound() -> None:
+    bounds = Bounds()
+    bounds.at_least("cosine", float("nan"), -1.0)
+    bounds.at_most("factor", float("nan"), 4.0)
+    assert bounds.wrong == ["cosine nan, expected at least -1", "factor nan, expected at most 4"]
+
+
+@dataclass
+class Rows:
+    """The rows of a version, which yields them in an order of its own."""
+
+    rows: dict[int, FloatArray]
+    table: TableSpec = TABLE
+    complete: bool = True
+
+    def chunks(self, chunk_rows: int, row_dtype: str) -> Generator[tuple[KeyArray, FloatArray], None, None]:
+        keys = np.array(list(self.rows), np.int64)
+        for start in range(0, keys.size, chunk_rows):
+            yield self.read(keys[start : start + chunk_rows], row_dtype)
+
+    def read(self, keys: KeyArray, row_dtype: str) -> tuple[KeyArray, FloatArray]:
+        found = np.array([key for key in keys.tolist() if key in self.rows], np.int64)
+        return found, np.array([self.rows[key] for key in found.tolist()], np.float32).reshape(-1, 4)
+
+
+def test_a_sample_has_the_rows_of_both_versions_by_key_and_those_that_either_lacks() -> None:
+    old, new = rows_of(4, 1, 4000), rows_of(4, 2, 4000)
+    before = Rows({key: old[key] for key in range(3999, -1, -1)})
+    after = Rows({key: new[key - 100] for key in range(100, 4100)})
+    for count, rows in ((2500, 2500), (5000, 4000)):
+        found = sample_rows(after, before, count, PACE)
+        keys = np.arange(100, 100 + rows)
+        np.testing.assert_array_equal(found.keys, keys)
+        np.testing.assert_array_equal(found.new, new[:rows])
+        np.testing.assert_array_equal(found.found, keys < 4000)
+        np.testing.assert_array_equal(found.old[found.found], old[keys[keys < 4000]])
+        assert (found.old_rows, found.gone) == (rows, max(0, rows - 3900))
 
 
 def test_vectors_of_zeros_that_did_not_change_are_alike() -> None:
@@ -123,6 +174,7 @@ def test_a_check_that_is_off_is_not_made() -> None:
         ([], "passed", "passed"),
         (["warn"], "passed", "passed"),
         (["warn", "hold"], "held", "accepted"),
+        (["warn", "refuse"], "refused", "accepted"),
         (["hold", "refuse"], "refused", "accepted"),
     ],
 )

@@ -64,6 +64,7 @@ def noisy(share: float) -> Network:
         (lambda x: {"score": np.zeros_like(x)}, "failed", "correlation 0, expected at least 0.5"),
         (lambda x: {"score": np.where(x < 0.5, np.inf, x)}, "failed", "finite 0."),
         (lambda x: {"score": x[:, None]}, "failed", "outputs {'score': (1,)}, expected {'score': ()}"),
+        (lambda x: {"score": x, "other": x}, "failed", "outputs {'score': (), 'other': ()}, expected {'score': ()}"),
         (lambda x: {"other": x}, "failed", "outputs {'other': ()}, expected {'score': ()}"),
         (raising, "failed", "it failed"),
     ],
@@ -71,6 +72,16 @@ def noisy(share: float) -> Network:
 def test_scores_of_recorded_requests(new: Network, outcome: str, text: str) -> None:
     found = compared(new)
     assert (found.outcome, text in found.text) == (outcome, True), found.text
+
+
+def test_the_worst_of_several_outputs_counts() -> None:
+    def old(x: np.ndarray) -> Mapping[str, np.ndarray]:
+        return {"click": x, "buy": x**2}
+
+    for sign, outcome in ((1.0, "passed"), (-1.0, "failed")):
+        assert compared(lambda x, sign=sign: {"click": x, "buy": sign * x**2}, old).outcome == outcome
+        found = compared(lambda x, sign=sign: {"click": sign * x, "buy": x**2}, old, least_correlation=-1.0, least_overlap=0.5)
+        assert found.outcome == outcome
 
 
 def test_half_the_bound_counts_for_made_up_requests() -> None:

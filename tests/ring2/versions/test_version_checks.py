@@ -304,6 +304,19 @@ def test_a_version_with_rows_that_are_not_finite_is_read_again_only_for_other_fi
         assert state(server)[0] == ("2", "serving")
 
 
+def test_rows_that_are_not_finite_hold_a_version_whose_rows_a_database_has_from_before(document: Make, write: Write) -> None:
+    holding = document(checks={"finite": {"policy": "hold"}})
+    with hps.HPS(holding) as server:
+        write(2, nonfinite())
+        assert isinstance(polled(server), hps.VersionHeldError)
+        assert state(server) == [("1", "serving"), ("2", "held")]
+    with hps.HPS(holding) as server:
+        assert state(server) == [("1", "serving")], "nothing can be compared"
+        with pytest.raises(hps.VersionHeldError, match="finite of item: nonfinite rows 2"):
+            server.deploy("ranker")
+        assert state(server) == [("1", "serving"), ("2", "held")]
+
+
 @pytest.mark.parametrize("fleet", [False, True])
 def test_a_refused_version_serves_once_another_replica_accepts_it(document: Make, write: Write, *, fleet: bool) -> None:
     refusing = document(checks={"vectors": {"policy": "refuse"}})

@@ -366,11 +366,12 @@ def _rollout_text(model: str, rollout: dict[str, Any]) -> str:
         f"version {entry['version']} {count_text(entry['requests'])} requests, {entry['error_rate']:.2%} errors"
         + (f", p99 {entry['p99_ms']:.2f} ms" if "p99_ms" in entry else "")
         for entry in (old, new)
+        if rollout["state"] in ("running", "loading") or old["requests"] or new["requests"]  # a restart forgets them
     ]
     compared = rollout["compared"]
     if "difference" in compared:
         figures.append(f"{count_text(compared['requests'])} compared, difference {compared['difference']:.3g}")
-    return f"{model}: {rollout['mode']} of version {rollout['version']} {state}; {'; '.join(figures)}"
+    return "; ".join([f"{model}: {rollout['mode']} of version {rollout['version']} {state}", *figures])
 
 
 def _change_fleet(server: "Client", model: str, verb: str, body: dict[str, Any], *, wait: bool) -> None:

@@ -18,6 +18,7 @@ from hps.ground.registry import implementation
 from hps.models.files import open_sparse_model
 from hps.models.writer import write_sparse_model
 from hps.tools.cli.app import app
+from hps.tools.cli.server.live_models import _rollout_text
 from hps.tools.cli.tables.sample import sample_vectors
 from tests.servers.running_service import document_of, model_of
 from tests.tables.sparse_models import chunks_of
@@ -328,3 +329,19 @@ def test_other_commands_log_notices(
     assert [level for level, _ in notices] == ["INFO", "WARNING"]
     assert "models[].dense_file" in notices[0][1]
     assert "fp8_quant is not implemented" in notices[1][1]
+
+
+@pytest.mark.parametrize(
+    ("state", "requests", "figures"),
+    [
+        ("promoted", 9, "; version 7 9 requests, 0.00% errors; version 8 9 requests, 0.00% errors"),
+        ("promoted", 0, ""),  # after a restart, which forgets how many there were
+        ("running", 0, "; version 7 0 requests, 0.00% errors; version 8 0 requests, 0.00% errors"),
+    ],
+)
+def test_the_figures_of_an_ended_rollout_are_shown_while_they_are_known(state: str, requests: int, figures: str) -> None:
+    versions = [{"version": version, "requests": requests, "error_rate": 0.0} for version in ("7", "8")]
+    rollout = {"mode": "canary", "version": "8", "state": state, "share": 0.05, "step": 1, "steps": [{}]}
+    shown = {"running": "gets 5 % of the requests"}.get(state, f"is {state}")
+    text = _rollout_text("ranker", {**rollout, "by": "", "reason": "", "versions": versions, "compared": {}})
+    assert text == f"ranker: canary of version 8 {shown}{figures}"

@@ -90,15 +90,21 @@ def test_a_direct_write_after_the_clock_was_set_back_expires_by_its_time(start, 
     assert expires_at(server, clock, ONLINE[:5], written + 3600 * SECOND + TTL_US)
 
 
-def test_a_direct_write_after_a_restart_with_the_clock_set_back_expires_by_its_time(start, clock):
-    server = start("rocks_db_alone")
-    server.insert(ONLINE[:5], vectors_of(ONLINE[:5]), "m", "a")
+@pytest.mark.parametrize("log", [False, True])
+def test_a_direct_write_after_a_restart_with_the_clock_set_back_expires_by_its_time(start, clock, log):
+    server, before = start("rocks_db_alone"), clock.us
+    if log:
+        apply(server, ONLINE[:5], before)
+    else:
+        server.insert(ONLINE[:5], vectors_of(ONLINE[:5]), "m", "a")
     start.opened.close()
     clock.us -= 3600 * SECOND
     server = start("rocks_db_alone")
-    sweep_by_hand(server)
-    written = clock.us
+    _, sweep = sweep_by_hand(server)
+    written = before + 1 if log else clock.us  # later than all changes of the log
     server.insert(ONLINE[5:10], vectors_of(ONLINE[5:10]), "m", "a")
+    clock.us += TTL_US
+    sweep()
     assert expires_at(server, clock, ONLINE[5:10], written + TTL_US)
 
 
@@ -309,3 +315,28 @@ def test_lookups_trust_no_table_longer_than_the_one_that_was_swept_least(start, 
     clock.us += TTL_US + GRACE_US
     with pytest.raises(DatabaseError, match="no room"):
         server.lookup(ONLINE, "m", "a")
+
+
+def test_a_reading_of_the_database_that_fails_is_started_again(start, clock, monkeypatch):
+    monkeypatch.setattr(aging, "_MOST_CHANGES", 60)
+    server = start("rocks_db")
+    table, sweep = sweep_by_hand(server)
+    apply(server, ONLINE[:50], clock.us - 30 * SECOND)
+    apply(server, ONLINE[50:], clock.us)
+    chain = server.model("m").chain
+    changed_rows = chain.changed_rows
+
+    def failing(spec):
+        yield next(changed_rows(spec))
+        raise DatabaseError("no answer")
+
+    monkeypatch.setattr(chain, "changed_rows", failing)
+    monkeypatch.setattr(aging, "_READ_AHEAD_US", 2 * TTL_US)
+    with pytest.raises(DatabaseError, match="no answer"):
+        sweep()
+    assert not table.calendar.complete
+    monkeypatch.setattr(chain, "changed_rows", changed_rows)
+    sweep()
+    assert table.reading is None
+    clock.us += TTL_US + GRACE_US
+    assert not found(server, ONLINE).any()

@@ -123,6 +123,7 @@ class RowAging:
             for index, (spec, ttl_s) in enumerate(zip(tables, ttls_s, strict=True))
             if ttl_s
         }
+        self._written_at_us = written_at_us
         self._model = tables[0].model_name
         self._chain = chain
         self._tiers = tiers
@@ -167,6 +168,14 @@ class RowAging:
     def stop(self) -> None:
         """Stop sweeping. Lookups that still run may trust the tiers until `valid_until_ns`."""
         self._stop.set()
+
+    def expire_files_again(self, index: int) -> None:
+        """Remove rows that only a load wrote once more, since a database that lost them has loaded them again."""
+        if self._written_at_us and (table := self._tables.get(index)) is not None:
+            with self._sweeping, table.adding:
+                table.written_at, table.files = self._written_at_us, None
+                table.swept = min(table.swept, table.written_at - 1)
+                self._move_on()
 
     def release(self) -> None:
         """Hide no rows: no lookup needs it any more."""

@@ -199,6 +199,8 @@ class VolatileTier:
         self._incomplete[table.tag] = f"{lost} until its files are loaded again, now"
         _log.warning("%s: %s lost its rows; reloading its files", table.tag, database.kind)
         self._reload_table(deployment, index)
+        if deployment.aging is not None:
+            deployment.aging.expire_files_again(index)
         self._mark_complete(table)
 
     def _fill(self, table: TableSpec, below: Database, database: SharedDatabase, total: int, rows: int) -> None:

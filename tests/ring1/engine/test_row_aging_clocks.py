@@ -5,8 +5,12 @@ import time
 import numpy as np
 import pytest
 
+import hps
+from hps.engine import aging
+from hps.errors import DatabaseError
 from hps.stores.base import RowChanges
-from tests.tables.row_aging import FILED, GRACE_US, ONLINE, TTL_US, apply, found, starting, vectors_of
+from tests.servers.running_service import document_of, model_of
+from tests.tables.row_aging import DIM, FILED, GRACE_US, ONLINE, TTL_S, TTL_US, apply, found, starting, vectors_of
 
 SECOND = 1_000_000
 
@@ -86,15 +90,21 @@ def test_a_direct_write_after_the_clock_was_set_back_expires_by_its_time(start, 
     assert expires_at(server, clock, ONLINE[:5], written + 3600 * SECOND + TTL_US)
 
 
-def test_a_direct_write_after_a_restart_with_the_clock_set_back_expires_by_its_time(start, clock):
-    server = start("rocks_db_alone")
-    server.insert(ONLINE[:5], vectors_of(ONLINE[:5]), "m", "a")
+@pytest.mark.parametrize("log", [False, True])
+def test_a_direct_write_after_a_restart_with_the_clock_set_back_expires_by_its_time(start, clock, log):
+    server, before = start("rocks_db_alone"), clock.us
+    if log:
+        apply(server, ONLINE[:5], before)
+    else:
+        server.insert(ONLINE[:5], vectors_of(ONLINE[:5]), "m", "a")
     start.opened.close()
     clock.us -= 3600 * SECOND
     server = start("rocks_db_alone")
-    sweep_by_hand(server)
-    written = clock.us
+    _, sweep = sweep_by_hand(server)
+    written = before + 1 if log else clock.us  # later than all changes of the log
     server.insert(ONLINE[5:10], vectors_of(ONLINE[5:10]), "m", "a")
+    clock.us += TTL_US
+    sweep()
     assert expires_at(server, clock, ONLINE[5:10], written + TTL_US)
 
 
@@ -194,3 +204,139 @@ def test_a_direct_write_while_no_time_to_live_is_set_ages_from_its_time_afterwar
     server = start(tiers)
     sweep_by_hand(server)
     assert expires_at(server, clock, ONLINE[:5], written + TTL_US)
+
+
+def test_a_direct_write_after_a_change_from_a_clock_ahead_expires_after_that(start, clock):
+    server = start()
+    _, sweep = sweep_by_hand(server)
+    ahead = clock.us + GRACE_US // 4
+    apply(server, ONLINE[:1], ahead)
+    server.insert(ONLINE, vectors_of(ONLINE), "m", "a")
+    clock.us = ahead + TTL_US
+    sweep()
+    assert found(server, ONLINE).all()
+    assert expires_at(server, clock, ONLINE, ahead + 1 + TTL_US)
+
+
+def test_changes_that_have_expired_on_arrival_leave_lookups_and_deletions_alone(start, clock):
+    server = start()
+    _, sweep = sweep_by_hand(server)
+    sweep()
+    sweeper, deployment = server.model("m").aging, server.model("m")
+    valid_until_ns = sweeper.valid_until_ns
+    times = np.where(np.arange(10) < 5, clock.us - TTL_US - 1, clock.us)
+    deployment.apply(0, RowChanges(FILED[:10].copy(), vectors_of(FILED[:10], 1), times, np.arange(10) >= 5), {})
+    assert sweeper.valid_until_ns == valid_until_ns
+    assert found(server, FILED[:11]).tolist() == [False] * 10 + [True]
+
+
+def test_many_rows_are_removed_in_pieces_and_forgotten(start, clock):
+    server = start()
+    table, sweep = sweep_by_hand(server)
+    apply(server, ONLINE, clock.us)
+    table.piece_rows = 7
+    clock.us += TTL_US
+    sweep()
+    assert (table.due.size, table.fresh.size, len(table.calendar)) == (0, 0, 0)
+    assert not server.model("m").chain.last_changes(server.model("m").tables[0], ONLINE).any()
+    assert not found(server, ONLINE).any()
+
+
+def test_a_change_that_is_noted_during_a_sweep_keeps_lookups_from_trusting_it(start, clock, monkeypatch):
+    server = start()
+    _, sweep = sweep_by_hand(server)
+    deployment = server.model("m")
+    expire, late = deployment.chain.expire, clock.us - 5 * SECOND
+    changes = RowChanges(ONLINE[1:], vectors_of(ONLINE[1:]), np.full(ONLINE.size - 1, late))
+    apply(server, ONLINE[:1], clock.us)
+
+    def expire_beside_a_writer(*arguments, **options):
+        changing = deployment._changing(0, changes)
+        deployment.chain.apply(deployment.tables[0], changes, {}, lambda latest: None, changing)
+        return expire(*arguments, **options)
+
+    monkeypatch.setattr(deployment.chain, "expire", expire_beside_a_writer)
+    clock.us += TTL_US
+    sweep()
+    monkeypatch.setattr(deployment.chain, "expire", expire)
+    clock.us = late + TTL_US + GRACE_US
+    assert not found(server, ONLINE).any()
+
+
+def test_a_clock_that_jumps_past_the_calendar_has_lookups_wait_for_the_database(start, clock, monkeypatch):
+    monkeypatch.setattr(aging, "_MOST_CHANGES", 60)
+    server = start("rocks_db")
+    table, _ = sweep_by_hand(server)
+    later = clock.us
+    apply(server, ONLINE[:50], later - 30 * SECOND)
+    apply(server, ONLINE[50:], later)
+    assert not table.calendar.complete
+    clock.us = later + TTL_US + GRACE_US
+    assert not found(server, ONLINE).any()
+
+
+def test_rows_that_expire_between_two_looks_of_a_round_leave_the_caches(start, clock, monkeypatch):
+    server = start("rocks_db")
+    table, sweep = sweep_by_hand(server)
+    times = clock.us + (np.arange(ONLINE.size) // 34 - 2) * SECOND
+    apply(server, ONLINE, times)
+    assert found(server, ONLINE).all()  # in the caches from here on
+
+    def fail(*arguments, **options):
+        clock.us += rounds.pop() * SECOND
+        raise DatabaseError("no room")
+
+    rounds = [1, 0]
+    monkeypatch.setattr(server.model("m").chain.databases[-1], "expire", fail)
+    for second in range(2):
+        clock.us = int(times[0]) + TTL_US + second * SECOND
+        with pytest.raises(DatabaseError, match="no room"):
+            sweep()
+    assert table.hidden
+    assert not found(server, ONLINE).any()
+
+
+def test_lookups_trust_no_table_longer_than_the_one_that_was_swept_least(start, clock, tmp_path, monkeypatch):
+    hps.write_sparse_model(tmp_path / "b", (FILED, vectors_of(FILED)))
+    model = model_of("m", [tmp_path / "a", tmp_path / "b"], {"a": DIM, "b": DIM}, row_ttl_s=TTL_S)
+    server = start.opened.enter_context(hps.HPS(document_of(model)))
+    deployment = server.model("m")
+    deployment.aging.close()
+    apply(server, ONLINE, clock.us)
+    expire = deployment.chain.expire
+
+    def fail(table, *arguments, **options):
+        if table.table_name == "a":
+            raise DatabaseError("no room")
+        return expire(table, *arguments, **options)
+
+    monkeypatch.setattr(deployment.chain, "expire", fail)
+    monkeypatch.setattr(deployment.chain, "hide", fail)
+    clock.us += TTL_US + GRACE_US
+    with pytest.raises(DatabaseError, match="no room"):
+        server.lookup(ONLINE, "m", "a")
+
+
+def test_a_reading_of_the_database_that_fails_is_started_again(start, clock, monkeypatch):
+    monkeypatch.setattr(aging, "_MOST_CHANGES", 60)
+    server = start("rocks_db")
+    table, sweep = sweep_by_hand(server)
+    apply(server, ONLINE[:50], clock.us - 30 * SECOND)
+    apply(server, ONLINE[50:], clock.us)
+    chain = server.model("m").chain
+    changed_rows = chain.changed_rows
+
+    def failing(spec):
+        yield next(changed_rows(spec))
+        raise DatabaseError("no answer")
+
+    monkeypatch.setattr(chain, "changed_rows", failing)
+    monkeypatch.setattr(aging, "_READ_AHEAD_US", 2 * TTL_US)
+    with pytest.raises(DatabaseError, match="no answer"):
+        sweep()
+    assert not table.calendar.complete
+    monkeypatch.setattr(chain, "changed_rows", changed_rows)
+    sweep()
+    assert table.reading is None
+    clock.us += TTL_US + GRACE_US
+    assert not found(server, ONLINE).any()

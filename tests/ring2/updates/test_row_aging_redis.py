@@ -1,12 +1,15 @@
 """Rows that age in Redis, as the authority and above RocksDB."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hps
+from hps.errors import DatabaseError
+from hps.models.manifest import VersionManifest
 from hps.stores.base import RowChanges
 from hps.testing.waiting import wait_until
 from tests.servers.redis_server import RedisServer
@@ -76,3 +79,26 @@ def test_a_row_that_another_process_wrote_directly_expires_also_when_that_one_is
             now_us = int(written.max()) + TTL_US + 1_000_000
             for keys in (DIRECT, ONLINE):
                 assert not server.lookup(keys, "m", "a", return_found=True)[1].any()
+
+
+@pytest.mark.redis
+def test_rows_of_files_that_redis_lost_and_has_again_have_expired(tmp_path: Path) -> None:
+    hps.write_sparse_model(tmp_path / "a", (FILED, rows_of(FILED)))
+    (tmp_path / "version.json").write_bytes(VersionManifest(written_at_us=time.time_ns() // 1000 - 2 * TTL_US).encoded())
+    with RedisServer(tmp_path / "redis") as redis:
+        model = model_of("m", [tmp_path / "a"], {"a": DIM}, gpucacheper=2.0, row_ttl_s=TTL_US / 1e6, row_ttl_files=True)
+        with hps.HPS(document_of(model, volatile_db={"type": "redis_cluster", "address": redis.address})) as server:
+            database = server.model("m").chain.databases[-1]
+            assert not server.lookup(FILED, "m", "a", return_found=True)[1].any()
+            with redis.client() as client:
+                client.flushall()
+            loaded = server.metrics.registry.get_sample_value("hps_expired_rows_total", {"model": "m", "table": "a"})
+
+            def removed_again() -> bool:
+                with suppress(DatabaseError):  # while the table is lost
+                    assert not server.lookup(FILED, "m", "a", return_found=True)[1].any()
+                name = "hps_expired_rows_total"
+                return server.metrics.registry.get_sample_value(name, {"model": "m", "table": "a"}) == 2 * loaded
+
+            wait_until(removed_again, "Redis has loaded the rows, and they were removed")
+            assert database.size(server.model("m").tables[0].tag) == 0

@@ -97,6 +97,9 @@ def test_a_function_of_any_module_needs_trust_and_one_of_a_package_does_not() ->
         ("bug", hps.TransformError, "failing: KeyError: 'a bug'"),
         ("nothing", hps.TransformError, "returned NoneType, expected item, age"),
         ("objects", hps.TransformError, "returned 'item' of object"),
+        ("more", hps.TransformError, "returned item, age, other, expected item, age"),
+        ("number", hps.TransformError, r"returned 'age' of float64 \[\], expected 1 to 8 dimensions"),
+        ("nine", hps.TransformError, r"returned 'age' of float64 \[1, 1, 1, 1, 1, 1, 1, 1, 1\]"),
     ],
 )
 def test_what_a_function_does_wrong_is_named(text: str, error: type[Exception], reason: str) -> None:
@@ -131,6 +134,13 @@ def test_numbers_that_do_not_fit_are_refused_and_not_cut() -> None:
     for inputs in ({"small": [256], "days": [1]}, {"small": [1], "days": [2**40]}, {"small": [1], "days": np.array([2**40])}):
         with pytest.raises(hps.InvalidInputError):
             transform.of_call(inputs)
+
+
+def test_any_array_of_eight_dimensions_becomes_one_piece_of_memory() -> None:
+    transform = made("tests.fakes.transforms:same", inputs={"keys": "int64", "deep": "float32"})
+    keys = np.arange(12).reshape(3, 4)
+    found = transform({"keys": keys[:, 1], "deep": np.ones((1,) * 8, np.float32)})
+    assert (found["keys"].tolist(), found["keys"].flags.c_contiguous, found["deep"].ndim) == ([1, 5, 9], True, 8)
 
 
 def test_keys_in_the_byte_order_of_another_machine_are_the_same_keys() -> None:

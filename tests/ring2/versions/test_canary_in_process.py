@@ -113,14 +113,32 @@ def test_tables_in_another_order_are_not_compared(server: hps.HPS, home: Path, a
     assert server._routed._queue is None
 
 
-def test_a_comparison_that_fails_is_an_error_of_the_shadow(
-    server: hps.HPS, home: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("error", "counted"), [(hps.DatabaseError, 1), (hps.NotReadyError, 0)])
+def test_a_comparison_that_fails_is_an_error_of_the_shadow_unless_it_was_retired(
+    server: hps.HPS, home: Path, monkeypatch: pytest.MonkeyPatch, error: type[hps.HPSError], counted: int
 ) -> None:
     try_out(server, home, {"user": 4, "item": 4}, shadow=1.0)
-    instead(server, monkeypatch, fails)
+
+    def raises() -> None:
+        raise error("in this test")
+
+    instead(server, monkeypatch, raises)
     with server.routed("somebody"):
         assert server.lookup([7], "ranker", "user")[0, 0] == 1
-    wait_until(lambda: errors(server) == (1, 0), "it is counted")
+    wait_until(lambda: compared_of(server).failed == 1, "it is counted")
+    assert errors(server) == (counted, 0)
+
+
+def test_a_compared_canary_answers_once_and_gives_its_memory_back(server: hps.HPS, home: Path) -> None:
+    try_out(server, home, {"user": 4, "item": 4}, canary=1.0, options={"compare": True, "queue_bytes": 24})
+    for number in range(1, 4):  # 8 bytes of keys and 16 of vectors each, which is all that may wait
+        with server.routed("somebody"):
+            assert server.lookup([7], "ranker", "user")[0, 0] == 3
+        wait_until(lambda number=number: compared_of(server).requests == number, "it is compared")  # type: ignore[misc]
+        wait_until(lambda: server._routed._bytes == 0, "its memory is given back")
+    status = server.rollout("ranker")
+    assert status is not None
+    assert (status.counts.new.answered, status.counts.old.answered, compared_of(server).dropped) == (3, 0, 0)
 
 
 def test_what_waits_to_be_compared_is_bounded_and_nothing_is_copied_for_what_is_dropped(server: hps.HPS, home: Path) -> None:
@@ -174,6 +192,30 @@ def test_what_the_caller_does_with_its_arrays_meanwhile_is_not_compared(
     [rollout] = server.rollouts.active.values()
     wait_until(lambda: rollout.counts.compared.requests == 1, "it is compared")
     assert (rollout.counts.compared.different, rollout.counts.compared.difference) == (1, 2.0)
+
+
+def test_what_the_caller_does_with_the_inputs_of_scores_meanwhile_is_not_compared(
+    tmp_path: Path, engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "repository" / "ranker"
+    said = {"format": "arrays", "file": "dense.json", "inputs": {"item": {"table": "item"}}, "outputs": ["score"]}
+    for version in (1, 2):
+        rows = np.arange(10, dtype=np.float32)[:, None] * version
+        hps.write_version(home / str(version), {"item": (KEYS[:10], rows)}, network=(said, b'{"factor": 1.0}'))
+        (home / "model.json").write_text(json.dumps(model_of("ranker", ["item"], {"item": 1}, checks=False)))
+    with hps.HPS(document_of(persistent=tmp_path / "db", model_repository=str(home.parent))) as server:
+        server.deploy("ranker", "1")
+        server.deploy("ranker", "2", shadow=1.0)
+        goes_on = threading.Event()
+        instead(server, monkeypatch, lambda: goes_on.wait(PATIENCE_S))
+        item = np.array([5])
+        with server.routed("somebody"):
+            found = server.score("ranker", {"item": item})["score"]
+        assert found.tolist() == [5.0]
+        found[:], item[:] = 10.0, 9
+        goes_on.set()
+        wait_until(lambda: compared_of(server).requests == 1, "it is compared")
+        assert compared_of(server).largest == 5.0
 
 
 @pytest.mark.parametrize("asked", [{"canary": 1.0}, {"shadow": 1.0}])

@@ -156,7 +156,8 @@ async def test_a_request_that_the_serving_version_keeps_is_its_error(scene, fron
 
 
 @beside(playing)
-async def test_a_request_that_finds_no_slot_takes_that_of_what_waits_to_be_compared(scene, front, engine, /):
+async def test_a_request_that_finds_no_slot_takes_that_of_what_waits_to_be_compared(scene, front, engine, /, monkeypatch):
+    clock_of(monkeypatch)  # it stands: the comparison under way is not given up
     ids, client = await begin(front, engine, "shadow"), await scene.connect()
     client.send(*request([0]))
     engine.complete(await job_of(engine, ids["1"]))
@@ -250,6 +251,7 @@ async def test_a_request_that_only_the_serving_version_answers_is_an_error_of_th
         engine.complete(await job_of(engine, ids["2"]), FAILED, failure(how))
     await wait_until_async(lambda: counts_of(front).compared.failed, "it was tried")
     assert (counts_of(front).new.errors, counts_of(front).old.answered, counts_of(front).old.errors) == (errors, 1, 0)
+    assert not any(counts.failures for counts in front.published.counts.values()), "no client's request has failed"
     await wait_until_async(lambda: front.exchange.slots.used == 0, "its slots are free")
 
 

@@ -247,6 +247,7 @@ async def test_a_request_that_both_versions_refuse_is_refused_once_and_no_error(
     client.send(text_request())
     assert await client.status() == 400
     assert counts_of(front).new.errors == 1
+    assert [counts.failures for counts in front.published.counts.values()] == [2, 2], "of either version"
 
 
 @beside(playing)

@@ -151,7 +151,7 @@ def test_a_changed_rollout_counts_on_begins_its_steps_again_and_keeps_its_pin(se
     server.begin(0.2, steps=[{"share": 0.2, "seconds": 10}, {"share": 0.6}])
     assert (server.record.id, server.record.step, server.record.share, server.record.pins) == (identity, 0, 0.2, True)
     assert server.rollouts.active["m"].counts.new.answered == 2
-    assert len(server.rollouts.active["m"].states) == states, "the last minute is judged on"
+    assert len(server.rollouts.active["m"].states) == states == 2, "the last minute is judged on"
     server.answer()
     server.tick(9.9)
     assert server.record.step == 0, "the step has begun again"

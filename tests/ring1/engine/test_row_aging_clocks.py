@@ -103,8 +103,9 @@ def test_a_direct_write_after_a_restart_with_the_clock_set_back_expires_by_its_t
     _, sweep = sweep_by_hand(server)
     written = before + 1 if log else clock.us  # later than all changes of the log
     server.insert(ONLINE[5:10], vectors_of(ONLINE[5:10]), "m", "a")
-    clock.us += TTL_US
-    sweep()
+    if log:
+        clock.us += TTL_US
+        sweep()
     assert expires_at(server, clock, ONLINE[5:10], written + TTL_US)
 
 
@@ -287,7 +288,7 @@ def test_rows_that_expire_between_two_looks_of_a_round_leave_the_caches(start, c
         raise DatabaseError("no room")
 
     rounds = [1, 0]
-    monkeypatch.setattr(server.model("m").chain.databases[-1], "expire", fail)
+    monkeypatch.setattr(server.model("m").chain, "expire", fail)
     for second in range(2):
         clock.us = int(times[0]) + TTL_US + second * SECOND
         with pytest.raises(DatabaseError, match="no room"):
@@ -327,7 +328,7 @@ def test_a_reading_of_the_database_that_fails_is_started_again(start, clock, mon
     changed_rows = chain.changed_rows
 
     def failing(spec):
-        yield next(changed_rows(spec))
+        yield from ()
         raise DatabaseError("no answer")
 
     monkeypatch.setattr(chain, "changed_rows", failing)

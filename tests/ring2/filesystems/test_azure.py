@@ -148,3 +148,19 @@ def test_a_model_is_served_from_a_container(server: Azurite, bucket: str, tmp_pa
     with hps.HPS(document) as parameter_server:
         np.testing.assert_array_equal(parameter_server.lookup(keys, "m", "item"), vectors)
     assert server.connection_string() not in repr(hps.load_configuration(document))
+
+
+def test_a_blob_that_is_compressed_or_stands_for_a_directory_is_not_read_as_a_file(
+    filesystem, server: Azurite, bucket: str
+) -> None:
+    from azure.storage.blob import ContentSettings
+
+    container = server.client.get_container_client(bucket)
+    container.upload_blob("packed", b"x", content_settings=ContentSettings(content_encoding="gzip"))
+    with pytest.raises(ModelFileError, match="it is stored with Content-Encoding gzip, of which no range can be read"):
+        filesystem.status(f"az://{bucket}/packed")
+    container.upload_blob("directory", b"", metadata={"hdi_isfolder": "true"})
+    with pytest.raises(ModelFileError, match=f"az://{bucket}/directory"):
+        filesystem.status(f"az://{bucket}/directory")
+    server.put(f"az://{bucket}/directory", b"x")
+    assert filesystem.status(f"az://{bucket}/directory").size_bytes == 1

@@ -290,6 +290,15 @@ def test_a_refused_version_is_loaded_again_only_for_other_files_another_serving_
         assert state(server) == [("1", "serving"), ("3", "held"), ("2", "kept")]
 
 
+def test_a_person_accepts_a_held_version_also_while_none_serves(document: Make, write: Write) -> None:
+    with hps.HPS(document()) as server:
+        write(2, SHUFFLED)
+        polled(server)
+        server.undeploy("ranker")
+        server.deploy("ranker", accept=True)
+        assert state(server) == [("2", "serving")]
+
+
 def test_files_that_are_replaced_under_the_number_of_the_serving_version_are_checked(
     document: Make, write: Write, home: Path
 ) -> None:

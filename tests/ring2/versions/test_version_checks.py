@@ -290,6 +290,27 @@ def test_a_refused_version_is_loaded_again_only_for_other_files_another_serving_
         assert state(server) == [("1", "serving"), ("3", "held"), ("2", "kept")]
 
 
+def test_a_person_accepts_a_held_version_also_while_none_serves(document: Make, write: Write) -> None:
+    with hps.HPS(document()) as server:
+        write(2, SHUFFLED)
+        polled(server)
+        server.undeploy("ranker")
+        server.deploy("ranker", accept=True)
+        assert state(server) == [("2", "serving")]
+
+
+def test_files_that_are_replaced_under_the_number_of_the_serving_version_are_checked(
+    document: Make, write: Write, home: Path
+) -> None:
+    with hps.HPS(document()) as server:
+        for vectors, refused in ((SHUFFLED, True), (retrained(), False)):
+            shutil.rmtree(home / "1")
+            write(1, vectors)
+            assert ("version 1 is refused: vectors of item: alignment" in str(polled(server))) is refused
+            assert state(server)[0] == ("1", "serving")
+            np.testing.assert_array_equal(server.lookup([7], "ranker", "item")[0], FIRST[1] if refused else vectors[1])
+
+
 def test_a_version_with_rows_that_are_not_finite_is_read_again_only_for_other_files(
     document: Make, write: Write, home: Path
 ) -> None:

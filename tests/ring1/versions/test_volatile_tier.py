@@ -45,7 +45,7 @@ class Tier:
                 database.insert(TABLE.tag, KEYS, vectors_of(KEYS))
         config = SimpleNamespace(model="model")
         self.deployment: Any = SimpleNamespace(
-            config=config, tables=(TABLE,), rows=(100,), fingerprints=("f",), chain=self.chain, log_starts=(None,)
+            aging=None, config=config, tables=(TABLE,), rows=(100,), fingerprints=("f",), chain=self.chain, log_starts=(None,)
         )
         self.live: Any = SimpleNamespace(all=lambda: [self.deployment], kept=lambda name: [])
         load = lambda: tuple(self.chain.databases) if loads else ()  # noqa: E731

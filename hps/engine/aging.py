@@ -230,7 +230,7 @@ class RowAging:
             return
         now, stored = _now_us(), np.zeros(keys.size, np.int64)
         if took_s > _LONG_S or table.highest - now > _LONG_S * 1e6:  # the clock was set back: the database may know less
-            with suppress(DatabaseError):
+            with suppress(DatabaseError):  # the later time then counts: by an earlier one it would be found alive
                 stored = self._chain.last_changes(table.spec, keys)
         with table.adding:  # their sequence was the time of the write, or one more than the highest
             self._add(table, keys, np.where(stored > 0, stored, max(now, table.highest + 1)))

@@ -813,6 +813,16 @@ class AgingRowsContract(DatabaseFixtures):
         table.order_by_time(TAG)
         return table
 
+    @pytest.fixture
+    def loaded(self, table: AgingDatabase) -> AgingDatabase:
+        """The same, with a load of the rows of `distinct_keys(6)` before."""
+        keys = distinct_keys(6)
+        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 6, 6))
+        settle(table)
+        table.follow_log(TAG)
+        table.order_by_time(TAG)
+        return table
+
     def changes_in(self, database: AgingDatabase, after: int = 0) -> dict[int, int]:
         """Return the last change of each key, as `changed_rows_of` yields it, if it is above a sequence."""
         found: dict[int, int] = {}
@@ -835,36 +845,28 @@ class AgingRowsContract(DatabaseFixtures):
         assert self.changes_in(aging, 30) == {int(keys[0]): 35, int(keys[3]): 40}
         assert aging.size(TAG) == 2
 
-    def test_rows_of_a_load_never_expire_but_their_changes_do(self, table: AgingDatabase) -> None:
+    def test_rows_of_a_load_never_expire_but_their_changes_do(self, loaded: AgingDatabase) -> None:
         keys = distinct_keys(6)
-        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 6, 6))
-        settle(table)
-        table.follow_log(TAG)
-        table.order_by_time(TAG)
-        applied(table, TAG, changes_of(keys[:2], 10, version=1))
-        expired = table.expire(TAG, keys, 15)
+        applied(loaded, TAG, changes_of(keys[:2], 10, version=1))
+        expired = loaded.expire(TAG, keys, 15)
         assert not expired.kept.any()
         assert expired.removed == 2
-        assert (table.last_changes(TAG, keys) <= 10).all()  # a lookup that still has a row must not find it younger
-        assert sorted(self.raw_rows(table, TAG)) == sorted(keys[2:].tolist())
-        assert applied(table, TAG, changes_of(keys[:1], 11, version=2)) == [True]
-        assert fetched(table, TAG, keys, DIM)[1].tolist() == [True, False, True, True, True, True]
+        assert (loaded.last_changes(TAG, keys) <= 10).all()  # a lookup that still has a row must not find it younger
+        assert sorted(self.raw_rows(loaded, TAG)) == sorted(keys[2:].tolist())
+        assert applied(loaded, TAG, changes_of(keys[:1], 11, version=2)) == [True]
+        assert fetched(loaded, TAG, keys, DIM)[1].tolist() == [True, False, True, True, True, True]
 
-    def test_rows_of_a_load_expire_if_asked(self, table: AgingDatabase) -> None:
+    def test_rows_of_a_load_expire_if_asked(self, loaded: AgingDatabase) -> None:
         keys = distinct_keys(6)
-        table.load_chunk(TAG, keys, vectors_of(keys, DIM), LoadRecord("abc", 6, 6))
-        settle(table)
-        table.follow_log(TAG)
-        table.order_by_time(TAG)
-        applied(table, TAG, changes_of(keys[:3], [9, 11, 12], version=1))
-        applied(table, TAG, changes_of(keys[2:3], 13, deleted=True))
+        applied(loaded, TAG, changes_of(keys[:3], [9, 11, 12], version=1))
+        applied(loaded, TAG, changes_of(keys[2:3], 13, deleted=True))
         for removed in (4, 0):
-            expired = table.expire(TAG, keys, 10, loaded=True)
+            expired = loaded.expire(TAG, keys, 10, loaded=True)
             assert expired.kept.tolist() == [False, True, True, False, False, False]
             assert expired.removed == removed
-            assert (table.last_changes(TAG, keys)[[0, 3, 4, 5]] < 10).all()
-        assert sorted(self.raw_rows(table, TAG)) == sorted(keys[1:2].tolist())
-        assert self.changes_in(table, 10) == {int(keys[1]): 11, int(keys[2]): 13}
+            assert (loaded.last_changes(TAG, keys)[[0, 3, 4, 5]] < 10).all()
+        assert sorted(self.raw_rows(loaded, TAG)) == sorted(keys[1:2].tolist())
+        assert self.changes_in(loaded, 10) == {int(keys[1]): 11, int(keys[2]): 13}
 
     def test_an_expired_deletion_is_forgotten(self, aging: AgingDatabase) -> None:
         keys = distinct_keys(3)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hps.serve.logs.requests import Served
 from hps.versions.canary.counts import RolloutCounts
-from hps.versions.canary.plan import Selection
+from hps.versions.canary.plan import SenderSelection
 
 if TYPE_CHECKING:
     from hps.serve.frontend.pending import Lookup
@@ -36,7 +36,7 @@ class FrontendRollout:
         self.queue_requests: int = published["queue_requests"]
         self.queue_bytes: int = published["queue_bytes"]
         self._header: bytes = published["header"].encode()
-        self._selection = Selection(model, published["version"], published["share"])
+        self._selection = SenderSelection(model, published["version"], published["share"])
         self._shadows = published["mode"] == "shadow"
         self._compares = self._shadows or published["compare"]
 

@@ -13,7 +13,7 @@ _HASH_BYTES: Final = 8
 _HASHES: Final = 1 << 8 * _HASH_BYTES
 
 
-class Selection:
+class SenderSelection:
     """Selects a share of the requests by a hash of who sent them. *Immutable.*
 
     The same for the same model and version in every process, on every replica and after a restart: a client stays on its side.

@@ -22,7 +22,7 @@ from hps.statistics.metrics import LiveMethods, Metrics
 from hps.statistics.prometheus import Family, family, histogram, label_text
 from hps.versions.canary.counts import RolloutCounts
 from hps.versions.canary.judgement import Window, broken_bound, is_step_done
-from hps.versions.canary.plan import RolloutMode, RolloutPlan, Selection
+from hps.versions.canary.plan import RolloutMode, RolloutPlan, SenderSelection
 from hps.versions.canary.records import ITSELF, RolloutRecord, RolloutRecords, RolloutState
 from hps.versions.changes import Change
 from hps.versions.live_models import LiveModels, is_transient
@@ -98,7 +98,7 @@ class LiveRollout:
     """
 
     record: RolloutRecord
-    selection: Selection
+    selection: SenderSelection
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     lock: threading.Lock = field(default_factory=threading.Lock)
     states: deque[tuple[float, list[float]]] = field(default_factory=deque)
@@ -557,7 +557,7 @@ class Rollouts:
             self._metrics.rollout_ends.labels(record.model, outcome)
         with self._lock:
             before = self._known.get(record.model)
-            rollout = LiveRollout(record, Selection(record.model, record.version, record.share))
+            rollout = LiveRollout(record, SenderSelection(record.model, record.version, record.share))
             rollout.step_began = self._clock()
             if before is not None and before.record.id == record.id:
                 rollout.counts, rollout.lock, rollout.states = before.counts, before.lock, before.states

@@ -89,7 +89,7 @@ class CheckReport(pydantic.BaseModel):
 
 
 @dataclass(slots=True)
-class Bounds:
+class CheckBounds:
     """Collects what one check found out of bounds, and its figures."""
 
     wrong: list[str] = field(default_factory=list)

@@ -15,7 +15,7 @@ from hps.engine.session import Session
 from hps.models.loading.warm_up import DatabaseRows
 from hps.stores.base import UNBOUNDED_ROWS
 from hps.types import BoolArray, FloatArray, KeyArray, RowArray, TableSpec
-from hps.versions.checks.report import Bounds, CheckName, CheckOutcome, FailurePolicy
+from hps.versions.checks.report import CheckBounds, CheckName, CheckOutcome, FailurePolicy
 
 LEAST_ROWS: Final = 256
 """Of fewer rows than these, chance decides: they are not judged."""
@@ -185,7 +185,7 @@ def compare_rows(
     checks: dict[CheckName, str] = {name: getattr(config, name).policy for name in ("keys", "norms", "vectors")}
     pairs = sample.pairs
 
-    def judge(check: CheckName, rows: int, bounds: Bounds, skipped: str = "") -> None:
+    def judge(check: CheckName, rows: int, bounds: CheckBounds, skipped: str = "") -> None:
         if (policy := checks[check]) == "off":
             return
         if not skipped and rows < LEAST_ROWS:
@@ -193,7 +193,7 @@ def compare_rows(
         found = bounds.outcome(check, cast("FailurePolicy", policy), table)
         outcomes.append(found.model_copy(update={"outcome": "skipped", "text": skipped}) if skipped else found)
 
-    bounds = Bounds()
+    bounds = CheckBounds()
     bounds.at_most("new", 1.0 - np.count_nonzero(sample.found) / max(1, sample.keys.size), config.keys.most_new)
     bounds.at_most("gone", sample.gone / max(1, sample.old_rows), config.keys.most_gone)
     skipped = "" if complete else "the databases have not every row of both"
@@ -201,12 +201,12 @@ def compare_rows(
         skipped = f"{sample.old_rows} rows serve, expected at least {LEAST_ROWS} to judge by"
     judge("keys", sample.old_rows, bounds, skipped)
 
-    bounds, old_norms, new_norms = Bounds(), _norms(pairs.old), _norms(pairs.new)
+    bounds, old_norms, new_norms = CheckBounds(), _norms(pairs.old), _norms(pairs.new)
     bounds.at_most("factor", _norm_factor(old_norms, new_norms), config.norms.most_factor)
     judge("norms", len(pairs.new), bounds)
     pace.rest()
 
-    bounds = Bounds()
+    bounds = CheckBounds()
     changed = np.ones(len(pairs.new), np.bool_)
     if len(pairs.new) and pairs.old.shape == pairs.new.shape:
         cosines = np.einsum("ij,ij->i", pairs.old, pairs.new) / np.maximum(old_norms * new_norms, _TINY)

@@ -21,7 +21,7 @@ from hps.models.manifest import read_small_file, within
 from hps.models.sources import ModelSources
 from hps.statistics.key_traces import TRACE_MAGIC
 from hps.types import KeyArray, TableSpec
-from hps.versions.checks.report import CHECKS, Bounds, CheckName, CheckOutcome, CheckReport, FailurePolicy
+from hps.versions.checks.report import CHECKS, CheckBounds, CheckName, CheckOutcome, CheckReport, FailurePolicy
 from hps.versions.checks.rows import CachedRows, SampledRows, StoredRows, compare_rows, first_rows_of, sample_rows
 from hps.versions.checks.scores import (
     REQUESTS,
@@ -154,7 +154,7 @@ class VersionCheck:
             return
         config = self.new.config
         for table, rows, nonfinite in zip(self.new.tables, self.new.rows, self.new.nonfinite_rows, strict=False):
-            bounds = Bounds()
+            bounds = CheckBounds()
             bounds.at_most("nonfinite_rows", nonfinite, config.max_nonfinite_rows)
             bounds.figures["share"] = nonfinite / max(1, rows)
             policy = cast("FailurePolicy", self._policy("finite"))
@@ -224,7 +224,7 @@ class VersionCheck:
         if not self._applies("expected"):
             return
         filesystem, path = self.sources.locate(within(self.place, EXPECTED))
-        bounds, tolerance = Bounds(), self.new.config.checks.expected.tolerance
+        bounds, tolerance = CheckBounds(), self.new.config.checks.expected.tolerance
         try:
             if (read := read_small_file(filesystem, path, _MOST_BYTES)) is None:
                 return

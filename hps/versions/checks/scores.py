@@ -22,7 +22,7 @@ from hps.scoring.features import OFFSETS, arrays_of
 from hps.scoring.signature import Feature, Signature
 from hps.statistics.key_traces import read_traces
 from hps.types import KeyArray, TableSpec
-from hps.versions.checks.report import Bounds, CheckOutcome, FailurePolicy
+from hps.versions.checks.report import CheckBounds, CheckOutcome, FailurePolicy
 from hps.versions.deployment import Deployment
 
 REQUESTS: Final = "requests.jsonl"
@@ -236,7 +236,7 @@ def compare_scores(
             failed = before is not None or (fits and not requests.made_up)
             return outcome(str(error) if failed else uncompared or str(error), failed=failed)
         pace.rest()
-    bounds = Bounds()
+    bounds = CheckBounds()
     finite = _finite(before, after)
     bounds.at_least("finite", finite, 1.0)
     if before is None:
@@ -265,7 +265,7 @@ def _finite(before: _Replay | None, after: _Replay) -> float:
     return min(shares)
 
 
-def _compare(before: _Replay, after: _Replay, requests: CheckRequests, config: ChecksConfig, bounds: Bounds) -> None:
+def _compare(before: _Replay, after: _Replay, requests: CheckRequests, config: ChecksConfig, bounds: CheckBounds) -> None:
     new_outputs = after.outputs()
     judged = []
     for name, old in before.outputs().items():

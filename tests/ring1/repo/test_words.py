@@ -1,6 +1,7 @@
-"""No text has a word twice in a row, as an edit leaves behind."""
+"""No text has a word twice in a row, as an edit leaves behind, and no two classes share a name."""
 
 import re
+from collections import Counter
 
 from tests import ROOT
 
@@ -34,3 +35,11 @@ def test_no_text_has_a_word_twice_in_a_row() -> None:
                 if problems := twice(path.read_text(), doubled):
                     found[path.name] = problems
     assert not found
+
+
+def test_no_two_classes_share_a_name() -> None:
+    names = Counter(
+        name for path in (ROOT / "hps").rglob("*.py") for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    )
+    assert names["Deployment"] == 1
+    assert [name for name, count in names.items() if count > 1] == []

@@ -17,7 +17,7 @@ from hps.serve.http.http_metrics import InferenceCounts
 from hps.serve.logs.requests import Served
 from hps.serve.protocol.request_checks import ModelTables
 from hps.versions.canary.counts import RolloutCounts
-from hps.versions.canary.plan import Selection
+from hps.versions.canary.plan import SenderSelection
 
 KIB = 1 << 10
 
@@ -114,7 +114,7 @@ def test_a_shadow_counts_times_in_the_engine_and_compares_its_share() -> None:
     lookup.served.id = b"id"
     assert rollout.answered(lookup, 1_000_000, 1000)
     assert rollout.counts.old.times.total_ns == 1000, "a shadow's requests are handed over late"
-    rollout._selection = Selection("m", "2", 0.0)
+    rollout._selection = SenderSelection("m", "2", 0.0)
     assert not rollout.answered(lookup, 1_000_000, 1000)
 
 

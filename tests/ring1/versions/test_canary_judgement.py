@@ -9,7 +9,7 @@ import pytest
 from hps.configuration.canary import CanaryConfig, CanaryStep
 from hps.versions.canary.counts import BOUNDS, Comparison, RolloutCounts, VersionCounts, _sample, slower_than
 from hps.versions.canary.judgement import Window, broken_bound, is_step_done
-from hps.versions.canary.plan import RolloutPlan, Selection
+from hps.versions.canary.plan import RolloutPlan, SenderSelection
 
 MS = 1_000_000
 CONFIG = CanaryConfig(max_difference=0.1)
@@ -138,18 +138,18 @@ def test_a_step_ends_after_its_time_and_its_requests(step: CanaryStep, seconds: 
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.5])
 def test_a_share_is_met_within_half_a_percent_and_a_larger_one_keeps_whom_it_had(share: float) -> None:
     users = [b"user-%d" % number for number in range(20_000)]
-    taken = {user for user in users if Selection("ranker", "8", share).takes(user)}
+    taken = {user for user in users if SenderSelection("ranker", "8", share).takes(user)}
     assert abs(len(taken) / len(users) - share) < 0.005
-    assert taken <= {user for user in users if Selection("ranker", "8", share + 0.2).takes(user)}
-    others = {user for user in users if Selection("ranker", "9", share).takes(user)}
+    assert taken <= {user for user in users if SenderSelection("ranker", "8", share + 0.2).takes(user)}
+    others = {user for user in users if SenderSelection("ranker", "9", share).takes(user)}
     assert abs(len(taken & others) / len(users) - share**2) < 0.005, "another version selects others"
 
 
 def test_the_hash_is_the_same_in_every_release() -> None:
     """A change of it would move clients between replicas of two releases."""
-    sides = Counter(Selection("ranker", "8", 0.25).takes(b"user-%d" % number) for number in range(1000))
+    sides = Counter(SenderSelection("ranker", "8", 0.25).takes(b"user-%d" % number) for number in range(1000))
     assert sides[True] == 228
-    assert [number for number in range(40) if Selection("ranker", "8", 0.25).takes(b"user-%d" % number)] == [
+    assert [number for number in range(40) if SenderSelection("ranker", "8", 0.25).takes(b"user-%d" % number)] == [
         4,
         7,
         10,

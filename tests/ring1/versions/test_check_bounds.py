@@ -9,7 +9,7 @@ import pytest
 from hps.configuration.checks import ChecksConfig
 from hps.engine.refresh import Pace
 from hps.types import FloatArray, KeyArray, TableSpec
-from hps.versions.checks.report import Bounds, CheckOutcome, CheckReport
+from hps.versions.checks.report import CheckBounds, CheckOutcome, CheckReport
 from hps.versions.checks.rows import LEAST_ROWS, RowPairs, RowSample, alignment, compare_rows, sample_rows
 
 PACE = Pace(1.0, lambda seconds: False)
@@ -121,7 +121,7 @@ def test_the_upper_quartile_of_norms_counts_by_itself() -> None:
 
 
 def test_a_figure_that_is_no_number_breaks_every_bound() -> None:
-    bounds = Bounds()
+    bounds = CheckBounds()
     bounds.at_least("cosine", float("nan"), -1.0)
     bounds.at_most("factor", float("nan"), 4.0)
     assert bounds.wrong == ["cosine nan, expected at least -1", "factor nan, expected at most 4"]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hps.testing.waiting import wait_until
+from tests.ring1.engine.test_row_aging import start as start  # a fixture
 from tests.tables.row_aging import (
     FILED,
     ONLINE,
@@ -14,16 +15,9 @@ from tests.tables.row_aging import (
     found,
     now_us,
     sample,
-    starting,
     stored_keys,
     vectors_of,
 )
-
-
-@pytest.fixture
-def start(tmp_path):
-    with starting(tmp_path) as starts:
-        yield starts
 
 
 @pytest.mark.parametrize("tiers", TIERS)

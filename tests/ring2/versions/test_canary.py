@@ -4,7 +4,7 @@ import http.client
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 import hps
 from hps.testing.waiting import wait_until
 from hps.tools.cli.app import app
-from hps.versions.canary.plan import Selection
-from tests.fakes import entry_points
+from hps.versions.canary.plan import SenderSelection
+from tests.ring2.versions.test_checks_in_process import engine as engine  # a fixture
 from tests.servers.load import Load
 from tests.servers.running_service import document_of, model_of, running_service, samples
 from tests.servers.served_process import ServedProcess
@@ -105,7 +105,7 @@ def rollout(url: str) -> dict[str, Any]:
 def test_users_keep_their_side_between_processes_replicas_restarts_and_steps(home: Path, tmp_path: Path) -> None:
     hps.write_version(home / "2", {"item": (KEYS, FIRST + 1)})
     users = range(4000)
-    selection = Selection("ranker", "2", 0.05)
+    selection = SenderSelection("ranker", "2", 0.05)
     wanted = {user: "2" if selection.takes(b"user-%d" % user) else "1" for user in users}
     assert abs(Counter(wanted.values())["2"] / len(users) - 0.05) < 0.005
     (tmp_path / "one").mkdir()
@@ -127,15 +127,6 @@ def test_users_keep_their_side_between_processes_replicas_restarts_and_steps(hom
 
 
 # -- versions of a network, in this process -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    directory = tmp_path_factory.mktemp("engine")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(directory))
-        entry_points.install(directory, "hps.networks", {"arrays": "tests.fakes.networks:ArrayNetwork"})
-        yield
 
 
 def write(home: Path, version: int, **says: Any) -> None:
@@ -273,7 +264,7 @@ def test_every_wire_routes_alike_and_a_named_version_is_not_routed(scored: Path)
             assert status == 200, answer
             return answer["version"], answer["outputs"]["score"]
 
-        selection = Selection("ranker", "2", 0.3)
+        selection = SenderSelection("ranker", "2", 0.3)
         for number in range(20):
             wanted = "2" if selection.takes(b"user-%d" % number) else "1"
             for name in ("x-user-id", "x-request-id"):
